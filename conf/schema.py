@@ -1,0 +1,131 @@
+"""What a run can be told: dataclasses with their defaults, no logic. Commands receive a checked `Run`."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from omegaconf import MISSING
+
+
+class Features(Enum):
+    """Whether the target reads each conversation at every epoch or once."""
+
+    online = "online"
+    memory = "memory"
+
+
+class Wandb(Enum):
+    """Where curves go."""
+
+    disabled = "disabled"
+    offline = "offline"
+    online = "online"
+
+
+@dataclass
+class Wheel:
+    """A model that rides in a Python wheel."""
+
+    requirement: str = MISSING  # package==version
+    file: str = MISSING  # the GGUF inside it
+    sha256: str = MISSING  # of the wheel
+
+
+@dataclass
+class Target:
+    """The model to speed up."""
+
+    name: str = MISSING  # a Hub name or a folder; with `wheel` or `random`, what to call it
+    revision: str | None = None
+    wheel: Wheel | None = None
+    random: dict[str, Any] | None = None  # model_type and config of a small random model
+    dtype: str = "auto"  # auto: bf16 where the machine computes in it, else fp32; bf16, fp32, fp16, fp64
+    device: str = "auto"
+    device_map: str | None = None  # auto spreads the layers over the GPUs
+    quantization: str | None = None  # 4bit or 8bit, by bitsandbytes
+    attention: str | None = None  # transformers' attn_implementation; null is its default
+    trust_remote_code: bool = False
+    allow_pickle: bool = False  # where the Hub has no safetensors: read *.bin with weights_only=True, convert once
+
+
+@dataclass
+class Data:
+    """Conversations in the target's own words, and prompts to get them from."""
+
+    path: str = MISSING  # conversations, .jsonl or .jsonl.gz; pkg:// is inside the installed packages
+    heldout: int = 64  # conversations kept for evaluation
+    longest: int = 512  # tokens a conversation is cut to
+    features: Features = Features.online
+
+
+@dataclass
+class Optim:
+    """AdamW with a linear warm-up and a cosine to zero."""
+
+    lr: float = 1e-3
+    steps: int = 1000
+    batch: int = 8  # conversations a rank and micro-batch
+    accumulate: int = 1
+    warmup: int = 50
+    clip: float = 1.0
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    precision: str = "auto"  # auto: bf16 autocast where the machine computes in it, else fp32
+
+
+@dataclass
+class Log:
+    """What is shown and kept while training."""
+
+    evaluate_every: int = 200
+    save_every: int = 200
+    wandb: Wandb = Wandb.disabled
+    project: str = "outrider"
+
+
+@dataclass
+class Decode:
+    """How a drafter is measured; the defaults are the protocol that every figure follows."""
+
+    bench: list[str] = field(default_factory=lambda: ["gsm8k", "humaneval", "mt_bench"])
+    prompts: int = 10  # a set, taken evenly over those that fit
+    longest: int = 400  # prompt tokens
+    tokens: int = 96
+    tree: Any = "auto"  # auto: the drafter's recommended tree; chain; or a list of paths
+    nodes: int = 10  # tree size, root included
+    depth: int = 4
+    rows: int = 1
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    out: str | None = None  # null: a folder named by the time, under <out>/measure
+
+
+@dataclass
+class Regenerate:
+    """How the target answers prompts."""
+
+    prompts: str | None = None  # conversations whose user turns are asked
+    out: str | None = None
+    tokens: int = 160
+    rows: int = 64
+    longest: int = 512  # longer prompts are left out
+    temperature: float = 0.0
+
+
+@dataclass
+class Run:
+    """One experiment: for training, measuring and all that follows."""
+
+    target: Target = field(default_factory=Target)
+    drafter: dict[str, Any] = field(default_factory=dict)  # _target_ and the family's knobs
+    data: Data = field(default_factory=Data)
+    optim: Optim = field(default_factory=Optim)
+    log: Log = field(default_factory=Log)
+    decode: Decode = field(default_factory=Decode)
+    regenerate: Regenerate = field(default_factory=Regenerate)
+    seed: int = 0
+    out: str = "${run_folder:${hydra:runtime.choices.conf},${hydra:mode},${hydra:job.override_dirname}}"
+    overwrite: bool = False
+    trained: str | None = None  # a drafter to measure: folder or Hub name; null: that of `out`, else the shipped one
+    conf_name: str = "${hydra:runtime.choices.conf}"
