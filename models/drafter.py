@@ -1,0 +1,106 @@
+"""What every drafter is: the types it speaks, and how it is saved and loaded.
+
+B rows, T positions, N tree nodes, P path nodes, D width, L taps, K depths, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from models.tree import TokenTree
+
+
+@dataclass
+class Reading:
+    """What the target made of the tokens it read."""
+
+    features: Tensor  # [B, N, L*D] tapped layers
+    hidden: Tensor  # [B, N, D] after the final norm: what the head turns into logits
+    logits: Tensor | None  # [B, N, V] or only the rows that were asked for
+
+
+@dataclass
+class FeatureBatch:
+    """Conversations as a drafter learns from them; what the mask marks, the target said."""
+
+    input_ids: Tensor  # [B, T]
+    loss_mask: Tensor  # [B, T] true where the target speaks
+    document: Tensor  # [B, T] which conversation of the row a token belongs to; -1 is padding
+    position: Tensor  # [B, T]
+    features: Tensor  # [B, T, L*D]
+    last_hidden: Tensor  # [B, T, D] after the final norm
+
+
+@dataclass(frozen=True)
+class Committed:
+    """Tokens the target has read since the last proposal, and its own token after them."""
+
+    tokens: Tensor  # [B, P] right-padded: the prompt at first, then each accepted path
+    length: Tensor  # [B] how many of them count
+    features: Tensor  # [B, P, L*D]
+    hidden: Tensor  # [B, P, D]
+    bonus: Tensor  # [B] said by the target but not yet read: the root of the next tree
+
+    @property
+    def last_hidden(self) -> Tensor:
+        """[B, D] the final hidden state that said the bonus token."""
+        return self.hidden[torch.arange(len(self.length)), self.length.to(self.hidden.device) - 1]
+
+
+class Loss(NamedTuple):
+    """Sums, not means, so that micro-batches and ranks add up; K depths."""
+
+    total: Tensor  # [] what is minimised once divided by the counted positions
+    counted: Tensor  # [] supervised positions at the first depth
+    seen: Tensor  # [K] supervised positions
+    hits: Tensor  # [K] where the first pick was the target's own
+    overlap: Tensor  # [K] sum of min(target, draft) over the vocabulary: what sampling would accept
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much a drafter may propose in one round."""
+
+    paths: tuple[tuple[int, ...], ...] = ()  # a static tree as ranks per depth; empty: the drafter's own way
+    nodes: int = 10  # tree size, root included
+    depth: int = 4
+    top_k: int = 4
+
+
+class Drafter(nn.Module):
+    """Guesses for the target. A family is one module that overrides what follows."""
+
+    taps: tuple[int, ...] = ()  # () reads the last hidden state only, or nothing
+
+    def learn_vocabulary(self, counts: Tensor) -> None:
+        """Choose a draft vocabulary from how often the target said each token, `counts` [V]; most drafters use all."""
+
+    def counts(self, loss_mask: Tensor, document: Tensor) -> Tensor:
+        """[K] supervised positions, known before the forward pass: what the loss is divided by."""
+        raise NotImplementedError
+
+    def training_loss(self, batch: FeatureBatch) -> Loss:
+        """What this drafter is taught on `batch`."""
+        raise NotImplementedError
+
+    def rank_counts(self, batch: FeatureBatch, ranks: int) -> tuple[Tensor, Tensor] | None:
+        """What a static tree is chosen from, [K, ranks] and [K]: how often the target's token was the pick of each rank."""
+        return None
+
+    def begin(self, rows: int, capacity: int) -> Any:
+        """The drafter's own memory of `rows` sequences of up to `capacity` tokens, or None."""
+        return None
+
+    def propose(self, committed: Committed, state: Any, budget: Budget) -> TokenTree:
+        """Guess what follows the bonus token of every row."""
+        raise NotImplementedError
+
+
+class Plain(Drafter):
+    """Proposes nothing: the round is plain decoding, in the same loop and on the same clock."""
+
+    def propose(self, committed: Committed, state: Any, budget: Budget) -> TokenTree:
+        """Only the root."""
+        return TokenTree.roots(committed.bonus)

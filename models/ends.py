@@ -1,0 +1,120 @@
+"""The target without its body: the embedding that reads tokens and the head that turns hidden states into logits."""
+
+import json
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+
+class Ends:
+    """Embedding [V, D] and head [V, D] of a frozen target, with its scale and soft cap.
+
+    Not a module: a drafter that holds it has nothing of the target in its parameters or its state dict.
+    """
+
+    def __init__(self, embedding: Tensor, head: Tensor, bias: Tensor | None, config: PretrainedConfig):
+        self.embedding, self.head, self.bias = embedding, head, bias
+        self.scale = logit_scale(config)
+        self.cap: float | None = getattr(config, "final_logit_softcapping", None)
+        self.embedding_scale = embedding_scale(config)
+        self.config = config
+
+    @property
+    def width(self) -> int:
+        return self.head.shape[1]
+
+    @property
+    def vocabulary(self) -> int:
+        return self.head.shape[0]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "Ends":
+        """The ends of a loaded target, sharing its weights."""
+        head = model.get_output_embeddings()
+        embedding = cast(Tensor, model.get_input_embeddings().weight)
+        bias = getattr(head, "bias", None)
+        return cls(embedding, cast(Tensor, head.weight), bias, model.config.get_text_config(decoder=True))
+
+    @classmethod
+    def load(cls, folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> "Ends":
+        """The ends alone, read by name from the safetensors shards in `folder`; a tied head is the embedding."""
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(config)
+        name = {id(p): n for n, p in reversed(list(skeleton.named_parameters(remove_duplicate=False)))}
+        embedding = name[id(skeleton.get_input_embeddings().weight)]
+        output = skeleton.get_output_embeddings()
+        head = next(n for n, m in skeleton.named_modules() if m is output)
+        shards = tensor_files(folder)
+
+        def read(tensor: str) -> Tensor:
+            with safe_open(shards[tensor], framework="pt", device=device) as file:
+                return file.get_tensor(tensor).to(dtype)
+
+        if embedding not in shards:
+            raise ValueError(
+                f"{folder} holds no tensor {embedding!r}; it is no checkpoint of {config.model_type}, or a shard is missing"
+            )
+        weight = read(embedding)
+        bias = read(f"{head}.bias") if f"{head}.bias" in shards else None
+        return cls(
+            weight,
+            read(f"{head}.weight") if f"{head}.weight" in shards else weight,
+            bias,
+            config.get_text_config(decoder=True),
+        )
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Embeddings [..., D] of `ids` as the first layer reads them."""
+        return nn.functional.embedding(ids, self.embedding) * self.embedding_scale
+
+    def logits(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Logits [..., V] of final hidden states [..., D]; `rows` [R] asks for those vocabulary entries only."""
+        weight, bias = self.head, self.bias
+        if rows is not None:
+            weight, bias = weight[rows], None if bias is None else bias[rows]
+        return self.finish(nn.functional.linear(hidden, weight, bias))
+
+    def finish(self, raw: Tensor) -> Tensor:
+        """What the target does to the head's product: its scale, then its soft cap."""
+        scaled = raw if self.scale == 1.0 else raw * self.scale
+        return scaled if self.cap is None else torch.tanh(scaled / self.cap) * self.cap
+
+
+def logit_scale(config: PretrainedConfig) -> float:
+    """The factor on the logits: Cohere multiplies by `logit_scale`, Granite divides by `logits_scaling`."""
+    if (scale := getattr(config, "logit_scale", None)) is not None:
+        return float(scale)
+    if (divisor := getattr(config, "logits_scaling", None)) is not None:
+        return 1.0 / float(divisor)
+    return 1.0
+
+
+def embedding_scale(config: PretrainedConfig) -> float:
+    """The factor on embeddings before the first layer: Gemma's sqrt(width), Granite's `embedding_multiplier`."""
+    if config.model_type.startswith("gemma"):
+        return config.hidden_size**0.5
+    return float(getattr(config, "embedding_multiplier", 1.0))
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """The safetensors file of every tensor of the checkpoint in `folder`, one file or many."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        shards = json.loads(index.read_text())["weight_map"]
+        missing = sorted({file for file in shards.values() if not (folder / file).exists()})
+        if missing:
+            raise ValueError(f"{folder} lacks {', '.join(missing)}, named in its index; download the checkpoint again")
+        return {tensor: folder / file for tensor, file in shards.items()}
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder} holds no .safetensors file; convert the checkpoint to safetensors first")
+    found: dict[str, Path] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as shard:
+            found |= dict.fromkeys(shard.keys(), file)
+    return found

@@ -1,0 +1,136 @@
+"""Drafters on disk: a folder with drafter.yaml, which says what it is, and model.safetensors."""
+
+import importlib
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from models.drafter import Drafter
+from models.ends import Ends
+
+SCHEMA = 1
+CARD, WEIGHTS = "drafter.yaml", "model.safetensors"
+
+
+@dataclass
+class Card:
+    """drafter.yaml: family and knobs, whose drafter it is, and what was measured when it was trained."""
+
+    family: str  # module and class, as in conf/drafter/*.yaml
+    knobs: dict[str, Any]
+    target: dict[str, Any]  # name, fingerprint, width, vocabulary
+    taps: list[int]
+    tree: list[list[int]] = field(default_factory=list)  # recommended paths; empty: the drafter's own way
+    training: dict[str, Any] = field(default_factory=dict)
+    acceptance: dict[str, Any] = field(default_factory=dict)  # by depth, on held-out conversations
+    schema: int = SCHEMA
+
+
+def save_drafter(drafter: Drafter, card: Card, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write both files beside their names and rename; the card comes last, so a folder with a card is whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: (value.to(dtype) if value.is_floating_point() else value).contiguous().cpu()
+        for name, value in drafter.state_dict().items()
+    }
+    weights, text = folder / f".{WEIGHTS}.part", folder / f".{CARD}.part"
+    save_file(tensors, weights, metadata={"format": "pt"})
+    text.write_text(yaml.safe_dump(asdict(card), sort_keys=False, default_flow_style=None, width=110))
+    weights.rename(folder / WEIGHTS)
+    text.rename(folder / CARD)
+
+
+def read_card(folder: Path) -> Card:
+    """The card of the drafter in `folder`. Raises ValueError where there is none that this version reads."""
+    file = folder / CARD
+    if not file.exists():
+        pickles = [found.name for pattern in ("*.bin", "*.pt", "*.pth") for found in folder.glob(pattern)]
+        held = f"; {pickles[0]} there is a pickle, which Outrider does not open" if pickles else ""
+        raise ValueError(
+            f"{folder} holds no {CARD}, so it is no trained drafter{held}. Name a folder that `python -m train` wrote"
+        )
+    fields = yaml.safe_load(file.read_text())
+    if not isinstance(fields, dict) or fields.get("schema") != SCHEMA:
+        found = fields.get("schema") if isinstance(fields, dict) else None
+        raise ValueError(
+            f"{file} has schema {found} and this version of Outrider reads {SCHEMA}; train the drafter again or use the version that wrote it"
+        )
+    missing = {"family", "knobs", "target", "taps"} - set(fields)
+    if missing:
+        raise ValueError(f"{file} lacks {', '.join(sorted(missing))}; train the drafter again")
+    return Card(**fields)
+
+
+def require_target(card: Card, folder: Path, name: str, fingerprint: str, width: int) -> None:
+    """Raise ValueError where the drafter in `folder` belongs to another target."""
+    if card.target["width"] != width:
+        raise ValueError(
+            f"{folder} was trained for {card.target['name']} (width {card.target['width']}); {name} has width {width}. Set target= to the former"
+        )
+    if card.target["fingerprint"] != fingerprint:
+        raise ValueError(
+            f"{folder} was trained for {card.target['name']} (fingerprint {card.target['fingerprint']}); these weights of {name}, its tokenizer or its "
+            f"template are others ({fingerprint}). Set target= to the former or train again"
+        )
+
+
+def family_class(family: str) -> type[Drafter]:
+    """The class called `family`, if it is a drafter."""
+    module, _, name = family.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError):
+        raise ValueError(
+            f"there is no drafter family {family!r}; a family is module.Class, such as models.medusa.Medusa"
+        ) from None
+    if not (isinstance(found, type) and issubclass(found, Drafter)):
+        raise ValueError(f"{family} is no drafter family")
+    return found
+
+
+def load_drafter(folder: Path, card: Card, ends: Ends, dtype: torch.dtype) -> Drafter:
+    """The drafter in `folder` on the target's ends, for decoding; every missing, extra or misshapen tensor is named."""
+    drafter = family_class(card.family)(ends, **card.knobs)
+    load_weights(drafter, folder / WEIGHTS)
+    return drafter.to(device=ends.head.device, dtype=dtype).eval().requires_grad_(False)
+
+
+def load_weights(drafter: Drafter, file: Path) -> None:
+    """Fill `drafter` from the safetensors `file`, strictly."""
+    if not file.exists():
+        raise ValueError(
+            f"{file.parent} holds no {file.name}; the drafter's weights are missing. Download or train it again"
+        )
+    try:
+        tensors = load_file(file)
+    except SafetensorError as error:
+        raise ValueError(
+            f"{file} is damaged or no safetensors file ({error}); download or train the drafter again"
+        ) from None
+    wanted = drafter.state_dict()
+    wrong = [f"{name} is missing" for name in wanted.keys() - tensors.keys()]
+    wrong += [f"{name} is not part of this drafter" for name in tensors.keys() - wanted.keys()]
+    wrong += [
+        f"{name} has shape {list(tensors[name].shape)} instead of {list(wanted[name].shape)}"
+        for name in wanted.keys() & tensors.keys()
+        if tensors[name].shape != wanted[name].shape
+    ]
+    if wrong:
+        raise ValueError(f"{file} does not fit its {CARD}: {'; '.join(sorted(wrong))}")
+    drafter.load_state_dict(tensors)
+
+
+def replace_folder(beside: Path, final: Path) -> None:
+    """Give the finished folder `beside` the name `final`, whatever stood there."""
+    old = final.with_name(f".{final.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.rename(old)
+    beside.rename(final)
+    shutil.rmtree(old, ignore_errors=True)

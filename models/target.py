@@ -1,0 +1,278 @@
+"""The target: a frozen Hugging Face causal LM that reads text or a tree and says features and logits.
+
+B rows, T text tokens, N tree nodes, D width, L taps, V vocabulary.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from models.cache import KVCache
+from models.drafter import FeatureBatch, Reading
+from models.ends import Ends
+from models.packed import PackedLinear, pack, packs
+from models.source import fingerprint
+from models.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which target a drafter belongs to; the fingerprint decides, the name is for people."""
+
+    name: str
+    fingerprint: str
+    width: int
+    vocabulary: int
+
+
+class Target:
+    """A frozen causal LM in eval mode, with taps on its layers.
+
+    Taps are numbered as Hugging Face numbers `hidden_states`: 0 is the embedding, i the output of decoder layer
+    i - 1, so the number of layers is the last layer's output before the final norm.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, identity: Identity):
+        refuse_unfit(model)
+        self.model = model.eval().requires_grad_(False)
+        self.body = model.base_model
+        self.tokenizer, self.identity = tokenizer, identity
+        self.config: PretrainedConfig = model.config.get_text_config(decoder=True)
+        self.ends = Ends.of(model)
+        self.device, self.dtype = self.ends.head.device, self.ends.head.dtype
+        self.layers = decoder_layers(model, self.config.num_hidden_layers)
+        self.taps: tuple[int, ...] = ()
+        self._hooks: list[Any] = []
+        self._caught: dict[int, Tensor] = {}
+        self.product: Callable[[Tensor], Tensor] = model.get_output_embeddings()
+        if packs(self.device, self.dtype):
+            pack(self.body)
+            self.product = PackedLinear(model.get_output_embeddings())
+        probe(self)
+
+    @property
+    def context(self) -> int:
+        """Tokens of prompt and answer together that the target was made for."""
+        return int(getattr(self.config, "max_position_embeddings", 1 << 20))
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end a turn: the model's own list and the tokenizer's."""
+        listed = self.model.generation_config.eos_token_id if self.model.generation_config else None
+        every = [*(listed if isinstance(listed, list) else [listed]), self.tokenizer.eos_token_id]
+        return frozenset(token for token in every if token is not None)
+
+    def tap(self, taps: tuple[int, ...]) -> None:
+        """From now on let readings carry the hidden states of `taps` as features."""
+        depth = len(self.layers)
+        wrong = [tap for tap in taps if not 0 <= tap <= depth]
+        if wrong or list(taps) != sorted(set(taps)):
+            raise ValueError(
+                f"taps {list(taps)} do not fit {self.identity.name}: it has hidden states 0 to {depth}, named once each in ascending order"
+            )
+        for hook in self._hooks:
+            hook.remove()
+        self.taps, self._hooks = taps, []
+        for tap in taps:
+            if tap == 0:
+                self._hooks.append(
+                    self.layers[0].register_forward_pre_hook(lambda _, args: self._caught.__setitem__(0, args[0]))
+                )
+            else:
+                self._hooks.append(self.layers[tap - 1].register_forward_hook(self._catcher(tap)))
+
+    def _catcher(self, tap: int) -> Callable[..., None]:
+        def catch(module: nn.Module, args: Any, output: Any) -> None:
+            self._caught[tap] = output[0] if isinstance(output, tuple) else output
+
+        return catch
+
+    def cache(self, rows: int, capacity: int) -> KVCache:
+        """Room for `rows` sequences of `capacity` tokens."""
+        return KVCache(len(self.layers), rows, capacity, self.device)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of final hidden states [..., D]."""
+        return self.ends.finish(self.product(hidden))
+
+    @torch.inference_mode()
+    def prefill(self, ids: Tensor, lengths: Tensor, cache: KVCache, rows: Tensor | None = None) -> Reading:
+        """Read prompts `ids` [B, T], padded on the right to their `lengths` [B], into `rows` of the cache (all of them).
+
+        The reading's logits [B, 1, V] are those of each prompt's last token.
+        """
+        cache.fill(torch.arange(len(ids)) if rows is None else rows, lengths)
+        hidden = self._run(input_ids=ids.to(self.device), cache=cache)
+        last = hidden[torch.arange(len(ids)), lengths.to(self.device) - 1]
+        return Reading(self._features(hidden), hidden, self.logits(last)[:, None])
+
+    @torch.inference_mode()
+    def read(self, tree: TokenTree, cache: KVCache) -> Reading:
+        """Read every node of `tree` after what each row of the cache holds: one pass, logits [B, N, V] for all nodes."""
+        cache.open(tree.tokens.shape[1])
+        before = cache.lengths.to(self.device)[:, None]
+        position = before + tree.depth
+        slot = torch.arange(cache.end, device=self.device)
+        node = slot - before  # [B, S] below 0 in the history, otherwise a node of this tree
+        held = node < 0
+        index = node.clamp(0, tree.tokens.shape[1] - 1)
+        seen = tree.mask.gather(2, index[:, None].expand(-1, tree.tokens.shape[1], -1))
+        seen = torch.where(held[:, None], True, seen & (node < tree.tokens.shape[1])[:, None])
+        at = torch.where(held, slot, position.gather(1, index))
+        masks = self._masks(seen, position[:, :, None] - at[:, None])
+        hidden = self._run(input_ids=tree.tokens, attention_mask=masks, position_ids=position, cache=cache)
+        return Reading(self._features(hidden), hidden, self.logits(hidden))
+
+    @torch.inference_mode()
+    def features(self, ids: Tensor, loss_mask: Tensor, lengths: Tensor) -> FeatureBatch:
+        """What a drafter learns from: `ids` [B, T], padded on the right to `lengths` [B], and what the target made of them."""
+        ids = ids.to(self.device)
+        hidden = self._run(input_ids=ids, use_cache=False)
+        position = torch.arange(ids.shape[1], device=self.device).expand_as(ids)
+        document = torch.where(position < lengths.to(self.device)[:, None], 0, -1)
+        return FeatureBatch(ids, loss_mask.to(self.device), document, position, self._features(hidden), hidden)
+
+    def _run(self, **inputs: Any) -> Tensor:
+        self._caught.clear()
+        return self.body(**inputs).last_hidden_state
+
+    def _features(self, hidden: Tensor) -> Tensor:
+        if not self.taps:
+            return hidden.new_empty(*hidden.shape[:2], 0)
+        return torch.cat([self._caught[tap].to(hidden.device) for tap in self.taps], dim=-1)
+
+    def _masks(self, seen: Tensor, distance: Tensor) -> Tensor | dict[str, Tensor]:
+        """Additive masks [B, 1, N, S] from who may see whom, one for each kind of layer where the config lists kinds."""
+        window = sliding_window(self.config)
+
+        def additive(allowed: Tensor) -> Tensor:
+            blank = torch.zeros(allowed.shape, dtype=self.dtype, device=self.device)
+            return blank.masked_fill_(~allowed, torch.finfo(self.dtype).min)[:, None]
+
+        kinds = getattr(self.config, "layer_types", None)
+        if kinds is None:
+            return additive(seen if window is None else seen & (distance < window))
+        inside = seen if window is None else seen & (distance < window)
+        return {kind: additive(inside if kind == "sliding_attention" else seen) for kind in set(kinds)}
+
+
+def load_target(folder: Path, name: str, dtype: str = "auto", device: str = "auto", **how: Any) -> Target:
+    """The target in `folder`. `dtype` auto is bf16 where the machine computes in it, else fp32; `device` auto is a GPU
+    where there is one. `how` goes to `from_pretrained` (device_map, quantization_config, attn_implementation, trust_remote_code).
+    """
+    where = torch.device(device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    kind = resolve_dtype(dtype, where)
+    remote = bool(how.get("trust_remote_code"))
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=remote)
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, **how)
+    except Exception as error:
+        if "safetensor" in type(error).__module__.lower() or "safetensor" in type(error).__name__.lower():
+            raise ValueError(
+                f"{folder} holds a damaged .safetensors file ({error}); download the checkpoint again"
+            ) from None
+        raise
+    if not how.get("device_map") and not how.get("quantization_config"):
+        model = model.to(where)
+    width, vocabulary = model.get_input_embeddings().weight.shape[1], model.get_output_embeddings().weight.shape[0]
+    return Target(model, tokenizer, Identity(name, fingerprint(folder), width, vocabulary))
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """The torch dtype called `dtype`; auto is bf16 on a GPU and on a CPU with bf16 instructions, else fp32."""
+    if dtype == "auto":
+        native = device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return torch.bfloat16 if native else torch.float32
+    known = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16, "fp64": torch.float64}
+    if dtype not in known:
+        raise ValueError(f"dtype={dtype} is unknown; use auto, {', '.join(known)}")
+    return known[dtype]
+
+
+def decoder_layers(model: PreTrainedModel, depth: int) -> nn.ModuleList:
+    """The decoder's layers: the first list of modules as long as the config says the model is deep."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == depth:
+            return module
+    raise ValueError(f"{type(model).__name__} has no list of {depth} decoder layers to tap; choose another target")
+
+
+def sliding_window(config: PretrainedConfig) -> int | None:
+    """How far back a sliding layer looks, where this architecture has such layers at all."""
+    declared = "sliding_window" in getattr(type(config), "__dataclass_fields__", {})
+    if not declared or getattr(config, "use_sliding_window", True) is False:
+        return None
+    return config.sliding_window
+
+
+def refuse_unfit(model: PreTrainedModel) -> None:
+    """Raise ValueError for a target that cannot read a tree: no explicit mask or positions, or state that is no cache of tokens."""
+    config, name = model.config.get_text_config(decoder=True), type(model).__name__
+    lacking = {"attention_mask", "position_ids", "cache"} - set(inspect.signature(model.forward).parameters)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    why = None
+    if lacking:
+        why = f"its forward takes no {', '.join(sorted(lacking))}"
+    elif getattr(model, "_is_stateful", False) or not kinds <= {"full_attention", "sliding_attention"}:
+        why = "it has recurrent, linear or chunked attention layers, whose state cannot hold the branches of a tree"
+    elif getattr(config, "alibi", False):
+        why = "its ALiBi attention takes no explicit mask"
+    elif rope in ("dynamic", "longrope"):
+        why = f"its {rope} rotary embedding changes with the longest row of a batch"
+    elif any(
+        type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in DynamicCache(config=config).layers
+    ):
+        why = "its layers keep more than keys and values"
+    if why:
+        raise ValueError(f"{name} cannot be a target: {why}. Choose a target with ordinary softmax attention")
+
+
+@torch.inference_mode()
+def probe(target: Target) -> None:
+    """Read a small tree in two rows of unequal length, and compare with plain passes over each path.
+
+    Names and signatures can lie; logits do not. Raises ValueError where the two disagree.
+    """
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, target.config.vocab_size, (2, 9), generator=generator)
+    lengths, parents = torch.tensor([5, 3]), torch.tensor([[-1, 0, 0, 1]] * 2)
+    cache = target.cache(rows=2, capacity=9)
+    target.prefill(ids[:, :5], lengths, cache)
+    tree = TokenTree(
+        ids[:, 5:].to(target.device),
+        parents.to(target.device),
+        torch.ones_like(parents, dtype=torch.bool, device=target.device),
+    )
+    logits = target.read(tree, cache).logits
+    assert logits is not None
+    for row in range(2):
+        for path in ([0, 1, 3], [0, 2]):
+            text = torch.cat([ids[row, : lengths[row]], ids[row, 5:][path]])[None].to(target.device)
+            plain = target.model(input_ids=text, use_cache=False).logits[0, -len(path) :].float()
+            apart = ((logits[row, path].float() - plain).norm() / plain.norm()).item()
+            if not apart < (1e-3 if target.dtype in (torch.float32, torch.float64) else 0.1):
+                raise ValueError(
+                    f"{type(target.model).__name__} reads a tree differently from plain text (relative error {apart:.1e}), so its answers "
+                    f"would change; it cannot be a target"
+                )
+
+
+def load_config(folder: Path) -> PretrainedConfig:
+    """The text config of the target in `folder`, for checks before weights load."""
+    return AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
