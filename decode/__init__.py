@@ -1,0 +1,1 @@
+"""Decoding with a drafter, and what it was worth."""

