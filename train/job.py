@@ -1,0 +1,128 @@
+"""A training job: build target and drafter, fit, save."""
+
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from hydra.utils import instantiate
+
+from conf import packaged
+from conf.schema import Features, Run
+from decode.opening import open_target
+from models.drafter import Drafter
+from models.shelf import CARD, Card, save_drafter
+from models.target import Target, resolve_dtype
+from models.tree import best_tree
+from train import checkpoint, optim
+from train.data import Example, load_examples
+from train.features import Source
+from train.loop import fit
+
+
+def train(run: Run) -> None:
+    """Train the run's drafter and leave it in run.out."""
+    out, config = Path(run.out), identity(run)
+    optim.check(run.optim)
+    accelerator = prepare(run, out, config)
+    target = open_target(run.target)
+    examples = load_examples(
+        packaged(run.data.path), target.tokenizer, target.end_tokens, min(run.data.longest, target.context)
+    )
+    taught, held = split(examples, run.data.heldout)
+    set_seed(run.seed)
+    drafter: Drafter = instantiate(run.drafter, _partial_=True)(target.ends).to(target.device)
+    target.tap(drafter.taps)
+    drafter.learn_vocabulary(spoken_counts(taught, target.identity.vocabulary))
+    keep = run.data.features is Features.memory
+    source = Source(taught, target, run.optim.batch, keep, run.seed)
+    heldout = Source(held, target, run.optim.batch, keep=True, seed=run.seed)
+    acceptance = fit(drafter, source, heldout, run, accelerator, config)
+    if accelerator.is_main_process:
+        tree = recommended_tree(drafter, heldout, run.decode.nodes)
+        save_drafter(drafter, card(run, drafter, target, tree, acceptance, taught), out, torch.bfloat16)
+        checkpoint.forget(out)
+        print(f"the drafter is in {out}; measure it: python decode/run.py conf={run.conf_name} trained={out}")
+    accelerator.end_training()
+
+
+def identity(run: Run) -> dict[str, Any]:
+    """What must be the same for a run to go on where it stopped: all that shapes the weights."""
+    shaping = {
+        "target": asdict(run.target),
+        "drafter": run.drafter,
+        "data": asdict(run.data),
+        "optim": asdict(run.optim),
+        "seed": run.seed,
+    }
+    return {key: str(value) for key, value in shaping.items()}
+
+
+def prepare(run: Run, out: Path, config: dict[str, Any]) -> Accelerator:
+    """The output folder and the accelerator, with every complaint before weights load."""
+    if (out / CARD).exists() and not run.overwrite:
+        raise ValueError(f"{out} holds a finished drafter; choose out=, or overwrite=true to train it again")
+    if not run.overwrite:
+        checkpoint.require_same(out, config)
+    if not packaged(run.data.path).exists():
+        raise ValueError(f"there is no data file {packaged(run.data.path)}; check data.path")
+    out.mkdir(parents=True, exist_ok=True)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    bf16 = resolve_dtype(run.optim.precision, device) is torch.bfloat16
+    accelerator = Accelerator(mixed_precision="bf16" if bf16 else "no", cpu=device.type == "cpu")
+    if run.overwrite and accelerator.is_main_process:
+        checkpoint.forget(out)
+        (out / CARD).unlink(missing_ok=True)
+    accelerator.wait_for_everyone()
+    return accelerator
+
+
+def split(examples: list[Example], heldout: int) -> tuple[list[Example], list[Example]]:
+    """The last `heldout` conversations are for evaluation, the others teach."""
+    if not 0 < heldout < len(examples):
+        raise ValueError(
+            f"data.heldout={heldout} of {len(examples)} conversations leaves none to {'train on' if heldout else 'evaluate with'}; change it"
+        )
+    return examples[:-heldout], examples[-heldout:]
+
+
+def spoken_counts(examples: list[Example], vocabulary: int) -> torch.Tensor:
+    """[V] how often the target said each token."""
+    spoken = [
+        token for example in examples for token, said in zip(example.input_ids, example.loss_mask, strict=True) if said
+    ]
+    return torch.bincount(torch.tensor(spoken), minlength=vocabulary)
+
+
+def recommended_tree(drafter: Drafter, heldout: Source, nodes: int) -> list[list[int]]:
+    """The static tree of `nodes` nodes that held-out text favours; [] for drafters that make their own."""
+    drafter.eval()
+    measured = [drafter.rank_counts(heldout.features(piece), ranks=10) for piece in heldout.everything()]
+    known = [pair for pair in measured if pair is not None]
+    if not known:
+        return []
+    counts, seen = (torch.stack(parts).sum(0) for parts in zip(*known, strict=True))
+    return [list(path) for path in best_tree(counts / seen[:, None].clamp(min=1), nodes)]
+
+
+def card(
+    run: Run, drafter: Drafter, target: Target, tree: list[list[int]], acceptance: dict[str, Any], taught: list[Example]
+) -> Card:
+    """What the drafter's card says."""
+    knobs = {key: value for key, value in run.drafter.items() if not key.startswith("_")}
+    training = {
+        "conf": run.conf_name,
+        "data": run.data.path,
+        "conversations": len(taught),
+        "tokens": sum(len(example.input_ids) for example in taught),
+        "answer_tokens": sum(sum(example.loss_mask) for example in taught),
+        "optim": {**asdict(run.optim), "betas": list(run.optim.betas)},
+        "seed": run.seed,
+        "outrider": version("outrider"),
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    return Card(run.drafter["_target_"], knobs, asdict(target.identity), list(drafter.taps), tree, training, acceptance)
