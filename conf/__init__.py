@@ -24,8 +24,8 @@ ROOT = {
         {"override hydra/hydra_logging": "none"},
     ],
     "hydra": {
-        "run": {"dir": "${out}"},
-        "sweep": {"dir": ".", "subdir": "${out}"},
+        "run": {"dir": "."},  # Hydra makes no folder for a run: the job makes `out` once it has nothing to complain of
+        "sweep": {"dir": "outputs", "subdir": "."},
         "output_subdir": None,
         "job": {
             "chdir": False,

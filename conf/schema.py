@@ -54,6 +54,7 @@ class Data:
 
     path: str = MISSING  # conversations, .jsonl or .jsonl.gz; pkg:// is inside the installed packages
     heldout: int = 64  # conversations kept for evaluation
+    conversations: int | None = None  # train on this many of the others, taken evenly over the file; null: all
     longest: int = 512  # tokens a conversation is cut to
     features: Features = Features.online
 

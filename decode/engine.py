@@ -137,6 +137,8 @@ class Seats:
         longest = max((len(prompt) for prompt in prompts), default=0)
         if not all(len(prompt) for prompt in prompts):
             raise ValueError("a prompt is empty; every prompt needs at least one token")
+        if limit < 1:
+            raise ValueError(f"limit={limit} leaves nothing to say; ask for at least one token")
         if longest + limit > target.context:
             raise ValueError(
                 f"a prompt of {longest} tokens and {limit} new ones exceed the {target.context} tokens of {target.identity.name}; shorten the prompt or ask for fewer"

@@ -14,22 +14,25 @@ from rich.progress import track
 from conf.schema import Decode, Run
 from decode.accept import Sampling
 from decode.engine import generate
-from decode.opening import find_drafter, open_drafter, open_target
+from decode.opening import find_drafter, open_drafter, open_target, target_folder
 from decode.prompts import bench_file, bench_prompts
 from decode.report import Report, Sample
 from models.drafter import Budget, Plain
-from models.shelf import Card, read_card
+from models.shelf import Card, make_folder, read_card, require_target
+from models.source import identify
 from models.tree import chain, ordered_paths
 
 
 def measure(run: Run) -> Report:
     """Decode every prompt with the drafter and without, and print and write what it was worth."""
     console, how = Console(), run.decode
+    check(how)
     folder = find_drafter(run)
     card = read_card(folder)
     budget, sampling = budget_for(how, card), Sampling(how.temperature, how.top_k, how.top_p, run.seed)
     for name in how.bench:
         bench_file(name)
+    require_target(card, folder, identify(target_folder(run.target), run.target.name, run.target.trust_remote_code))
     target = open_target(run.target)
     drafter = open_drafter(folder, card, target)
     prompts = bench_prompts(how.bench, target.tokenizer, how.prompts, how.longest)
@@ -37,15 +40,35 @@ def measure(run: Run) -> Report:
     generate(target, drafter, [prompts[how.bench[0]][0]], 8, budget)  # warm up: first calls compile and allocate
     work = [(bench, batch) for bench, asked in prompts.items() for batch in batches(asked, how.rows)]
     samples = []
-    for bench, batch in track(work, "decoding", console=console):
-        drafted = generate(target, drafter, batch, how.tokens, budget, sampling, how.rows)
-        plain = generate(target, Plain(), batch, how.tokens, Budget(nodes=1), sampling, how.rows)
-        samples.append(Sample(bench, drafted, plain))
+    arms = [(drafter, budget), (Plain(), Budget(nodes=1))]
+    for number, (bench, batch) in enumerate(track(work, "decoding", console=console)):
+        order = (0, 1) if number % 2 else (1, 0)  # neither arm always goes first
+        runs = {
+            arm: generate(target, arms[arm][0], batch, how.tokens, arms[arm][1], sampling, how.rows) for arm in order
+        }
+        samples.append(Sample(bench, drafted=runs[0], plain=runs[1]))
     report = Report.of(samples, settings(run, folder, target.dtype, budget))
     report.show(console)
     out = write(report, run)
     console.print(f"written to {out}")
     return report
+
+
+def check(how: Decode) -> None:
+    """Raise ValueError for settings with which nothing would be measured."""
+    least = {
+        "prompts": 1,
+        "longest": 1,
+        "tokens": 2,
+        "nodes": 2,
+        "depth": 1,
+        "rows": 1,
+    }  # the first token is no round's
+    for name, value in least.items():
+        if getattr(how, name) < value:
+            raise ValueError(f"decode.{name}={getattr(how, name)} measures nothing; give at least {value}")
+    if not how.bench:
+        raise ValueError("decode.bench is empty; name a set of prompts, such as [gsm8k]")
 
 
 def batches(prompts: list[list[int]], rows: int) -> list[list[list[int]]]:
@@ -58,7 +81,7 @@ def budget_for(how: Decode, card: Card) -> Budget:
         paths = ordered_paths(card.tree)[: how.nodes - 1]
     elif how.tree == "chain":
         paths = chain(how.depth)
-    elif isinstance(how.tree, list):
+    elif how.tree and isinstance(how.tree, list) and all(isinstance(path, list) for path in how.tree):
         paths = ordered_paths(how.tree)
     else:
         raise ValueError(f"decode.tree={how.tree}; use auto, chain, or a list of paths such as [[0],[1],[0,0]]")
@@ -86,7 +109,7 @@ def settings(run: Run, folder: Path, dtype: torch.dtype, budget: Budget) -> dict
 def write(report: Report, run: Run) -> Path:
     """The report as JSON, in a folder of its own."""
     out = Path(run.decode.out or Path(run.out, "measure", datetime.now().strftime("%Y-%m-%d_%H-%M-%S")))
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     beside = out / ".report.json.part"
     beside.write_text(json.dumps(report.to_json(), indent=1))
     beside.rename(out / "report.json")

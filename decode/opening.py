@@ -60,7 +60,7 @@ def find_drafter(run: Run) -> Path:
 
 def open_drafter(folder: Path, card: Card, target: Target) -> Drafter:
     """The drafter in `folder`, checked against the target it is to draft for."""
-    require_target(card, folder, target.identity.name, target.identity.fingerprint, target.identity.width)
+    require_target(card, folder, target.identity)
     drafter = load_drafter(folder, card, target.ends, target.dtype)
     target.tap(tuple(card.taps))
     return drafter

@@ -26,15 +26,21 @@ def questions(name: str) -> list[str]:
     """The first user turn of every row of the benchmark `name`."""
     file = bench_file(name)
     with gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
-    if not rows:
+        asked = [_first_turn(file, number, line) for number, line in enumerate(lines, start=1)]
+    if not asked:
         raise ValueError(f"the benchmark {file} is empty")
-    bad = next(
-        (number for number, row in enumerate(rows, 1) if not row.get("turns") or not row["turns"][0].strip()), None
-    )
-    if bad is not None:
-        raise ValueError(f"{file} line {bad} has no prompt; every row needs turns, a list of user messages")
-    return [row["turns"][0] for row in rows]
+    return asked
+
+
+def _first_turn(file: Path, number: int, line: str) -> str:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        raise ValueError(f"{file} line {number} is no JSON; every line of a .jsonl file is one object") from None
+    turns = row.get("turns") if isinstance(row, dict) else None
+    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0].strip():
+        raise ValueError(f"{file} line {number} has no prompt; every row needs turns, a list of user messages")
+    return turns[0]
 
 
 def bench_prompts(

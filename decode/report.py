@@ -19,7 +19,7 @@ DRAWS = 2000  # bootstrap resamples
 
 @dataclass
 class Sample:
-    """One prompt, decoded by both arms one after the other."""
+    """One prompt, or as many as are decoded side by side, by both arms one after the other."""
 
     bench: str
     drafted: Run
@@ -127,7 +127,7 @@ def line_of(bench: str, samples: Sequence[Sample]) -> Line:
     """The figures of `samples`."""
     return Line(
         bench,
-        len(samples),
+        sum(len(sample.drafted.generations) for sample in samples),
         sum(tokens_of(sample.drafted) for sample in samples),
         sum(sample.drafted.rounds for sample in samples),
         bootstrap(samples, tau),
@@ -135,7 +135,11 @@ def line_of(bench: str, samples: Sequence[Sample]) -> Line:
         speedup(samples, prompts=True),
         speed([sample.plain for sample in samples]),
         speed([sample.drafted for sample in samples]),
-        sum(texts(sample.drafted) == texts(sample.plain) for sample in samples),
+        sum(
+            ours == theirs
+            for sample in samples
+            for ours, theirs in zip(texts(sample.drafted), texts(sample.plain), strict=True)
+        ),
         looped([tokens for sample in samples for tokens in texts(sample.plain)]),
     )
 

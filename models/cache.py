@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 class KVCache(Cache):
     """Room for `rows` sequences of up to `capacity` tokens.
 
-    A prompt is written by the pass inside `filling`; every other pass appends node i of row b at `lengths[b] + i`
+    A prompt is written by the pass after `fill`; every other pass appends node i of row b at `lengths[b] + i`
     and `keep` then says which of those nodes stay.
     """
 
@@ -43,6 +43,7 @@ class KVCache(Cache):
         self.filled = rows.to(self.where)
         self.lengths[rows] = lengths
 
+    @torch.inference_mode()  # the store was made by the target's passes, which run in it
     def keep(self, path: Tensor, length: Tensor) -> None:
         """Keep the first `length` [B] nodes of `path` [B, P] of the last pass, in path order; drop the rest."""
         path, length = path.cpu(), length.cpu()

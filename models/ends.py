@@ -1,11 +1,13 @@
 """The target without its body: the embedding that reads tokens and the head that turns hidden states into logits."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -49,16 +51,19 @@ class Ends:
         embedding = name[id(skeleton.get_input_embeddings().weight)]
         output = skeleton.get_output_embeddings()
         head = next(n for n, m in skeleton.named_modules() if m is output)
+        tied = output.weight is skeleton.get_input_embeddings().weight
         shards = tensor_files(folder)
 
+        for tensor in (embedding, f"{head}.weight")[: 1 if tied else 2]:
+            if tensor not in shards:
+                raise ValueError(
+                    f"{folder} holds no tensor {tensor!r}; it is no checkpoint of {config.model_type}, or a shard is missing"
+                )
+
         def read(tensor: str) -> Tensor:
-            with safe_open(shards[tensor], framework="pt", device=device) as file:
+            with opened(shards[tensor], device) as file:
                 return file.get_tensor(tensor).to(dtype)
 
-        if embedding not in shards:
-            raise ValueError(
-                f"{folder} holds no tensor {embedding!r}; it is no checkpoint of {config.model_type}, or a shard is missing"
-            )
         weight = read(embedding)
         bias = read(f"{head}.bias") if f"{head}.bias" in shards else None
         return cls(
@@ -101,6 +106,16 @@ def embedding_scale(config: PretrainedConfig) -> float:
     return float(getattr(config, "embedding_multiplier", 1.0))
 
 
+@contextmanager
+def opened(file: Path, device: str = "cpu") -> Iterator[Any]:
+    """The safetensors `file`, open for reading. Raises ValueError where it is damaged."""
+    try:
+        with safe_open(file, framework="pt", device=device) as tensors:
+            yield tensors
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged ({error}); download the checkpoint again") from None
+
+
 def tensor_files(folder: Path) -> dict[str, Path]:
     """The safetensors file of every tensor of the checkpoint in `folder`, one file or many."""
     index = folder / "model.safetensors.index.json"
@@ -115,6 +130,6 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         raise ValueError(f"{folder} holds no .safetensors file; convert the checkpoint to safetensors first")
     found: dict[str, Path] = {}
     for file in files:
-        with safe_open(file, framework="pt") as shard:
+        with opened(file) as shard:
             found |= dict.fromkeys(shard.keys(), file)
     return found

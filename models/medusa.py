@@ -90,9 +90,10 @@ class Medusa(Drafter):
         """Logits [..., V] of `head` from its own states [..., D]."""
         if len(self.lm_heads):
             return self.ends.finish(self.lm_heads[head](hidden))
-        if self._shared is None or self._shared.dtype != hidden.dtype:
-            self._shared = self.vocabulary.rows(self.ends.head).to(hidden.dtype)
-        return self.ends.finish(nn.functional.linear(hidden, self._shared))
+        if self._shared is None:
+            with torch.inference_mode(False):  # one made while decoding could not teach
+                self._shared = self.vocabulary.rows(self.ends.head).detach()  # not a parameter, or it would be saved
+        return self.ends.finish(nn.functional.linear(hidden.to(self._shared.dtype), self._shared))
 
     def counts(self, loss_mask: Tensor, document: Tensor) -> Tensor:
         """[K] positions at which each head is asked."""
@@ -109,7 +110,8 @@ class Medusa(Drafter):
         """What each head is asked on `batch`."""
         for k, asked in enumerate(self._asked(batch.loss_mask, batch.document), start=1):
             row, at = asked.nonzero(as_tuple=True)
-            yield Lesson(batch.last_hidden[row, at], batch.input_ids[row, at + k + 1], batch.last_hidden[row, at + k])
+            hidden, teacher = batch.last_hidden[row, at], batch.last_hidden[row, at + k]
+            yield Lesson(hidden.to(next(self.parameters()).dtype), batch.input_ids[row, at + k + 1], teacher)
 
     def training_loss(self, batch: FeatureBatch) -> Loss:
         """Each head against what the target said, or would have said, one token further than the head before it."""
@@ -147,7 +149,7 @@ class Medusa(Drafter):
         """How often the target's token was each head's pick of rank 0, 1, ...: [K, ranks], and positions [K]."""
         counts, seen = [], []
         for k, lesson in enumerate(self.lessons(batch)):
-            picks = self.head_logits(k, self.blocks[k](lesson.hidden)).topk(ranks).indices
+            picks = self.head_logits(k, self.blocks[k](lesson.hidden)).topk(min(ranks, self.vocabulary.size)).indices
             counts.append((picks == self.vocabulary.to_draft(lesson.token)[:, None]).sum(0))
             seen.append(len(lesson.token))
         return torch.stack(counts), torch.tensor(seen)

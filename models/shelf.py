@@ -1,7 +1,10 @@
 """Drafters on disk: a folder with drafter.yaml, which says what it is, and model.safetensors."""
 
 import importlib
+import inspect
 import shutil
+import tempfile
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from models.drafter import Drafter
 from models.ends import Ends
+from models.source import Identity
 
 SCHEMA = 1
 CARD, WEIGHTS = "drafter.yaml", "model.safetensors"
@@ -55,33 +59,43 @@ def read_card(folder: Path) -> Card:
         raise ValueError(
             f"{folder} holds no {CARD}, so it is no trained drafter{held}. Name a folder that `python -m train` wrote"
         )
-    fields = yaml.safe_load(file.read_text())
+    try:
+        fields = yaml.safe_load(file.read_text())
+    except yaml.YAMLError:
+        raise ValueError(f"{file} is no YAML; download or train the drafter again") from None
     if not isinstance(fields, dict) or fields.get("schema") != SCHEMA:
         found = fields.get("schema") if isinstance(fields, dict) else None
         raise ValueError(
             f"{file} has schema {found} and this version of Outrider reads {SCHEMA}; train the drafter again or use the version that wrote it"
         )
-    missing = {"family", "knobs", "target", "taps"} - set(fields)
-    if missing:
-        raise ValueError(f"{file} lacks {', '.join(sorted(missing))}; train the drafter again")
+    wrong = [f"it lacks {name}" for name in sorted({"family", "knobs", "target", "taps"} - set(fields))]
+    wrong += [f"{name} is unknown" for name in sorted(set(fields) - set(Card.__dataclass_fields__))]
+    wrong += [
+        f"its target lacks {name}"
+        for name in ("name", "fingerprint", "width")
+        if name not in fields.get("target", name)
+    ]
+    if wrong:
+        raise ValueError(f"{file} is no card of a drafter: {', '.join(wrong)}; download or train the drafter again")
     return Card(**fields)
 
 
-def require_target(card: Card, folder: Path, name: str, fingerprint: str, width: int) -> None:
+def require_target(card: Card, folder: Path, target: Identity) -> None:
     """Raise ValueError where the drafter in `folder` belongs to another target."""
-    if card.target["width"] != width:
+    name, trained = target.name, card.target
+    if trained["width"] != target.width:
         raise ValueError(
-            f"{folder} was trained for {card.target['name']} (width {card.target['width']}); {name} has width {width}. Set target= to the former"
+            f"{folder} was trained for {trained['name']} (width {trained['width']}); {name} has width {target.width}. Set target= to the former"
         )
-    if card.target["fingerprint"] != fingerprint:
+    if trained["fingerprint"] != target.fingerprint:
         raise ValueError(
-            f"{folder} was trained for {card.target['name']} (fingerprint {card.target['fingerprint']}); these weights of {name}, its tokenizer or its "
-            f"template are others ({fingerprint}). Set target= to the former or train again"
+            f"{folder} was trained for {trained['name']} (fingerprint {trained['fingerprint']}); these weights of {name}, its tokenizer or its "
+            f"template are others ({target.fingerprint}). Set target= to the former or train again"
         )
 
 
-def family_class(family: str) -> type[Drafter]:
-    """The class called `family`, if it is a drafter."""
+def family_class(family: str, knobs: Iterable[str]) -> type[Drafter]:
+    """The class called `family`, if it is a drafter and has these knobs."""
     module, _, name = family.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name)
@@ -91,12 +105,15 @@ def family_class(family: str) -> type[Drafter]:
         ) from None
     if not (isinstance(found, type) and issubclass(found, Drafter)):
         raise ValueError(f"{family} is no drafter family")
+    known = list(inspect.signature(found).parameters)[1:]
+    if strange := sorted(set(knobs) - set(known)):
+        raise ValueError(f"{family} has no knob {', '.join(strange)}; it has {', '.join(known)}")
     return found
 
 
 def load_drafter(folder: Path, card: Card, ends: Ends, dtype: torch.dtype) -> Drafter:
     """The drafter in `folder` on the target's ends, for decoding; every missing, extra or misshapen tensor is named."""
-    drafter = family_class(card.family)(ends, **card.knobs)
+    drafter = family_class(card.family, card.knobs)(ends, **card.knobs)
     load_weights(drafter, folder / WEIGHTS)
     return drafter.to(device=ends.head.device, dtype=dtype).eval().requires_grad_(False)
 
@@ -124,6 +141,16 @@ def load_weights(drafter: Drafter, file: Path) -> None:
     if wrong:
         raise ValueError(f"{file} does not fit its {CARD}: {'; '.join(sorted(wrong))}")
     drafter.load_state_dict(tensors)
+
+
+def make_folder(folder: Path) -> None:
+    """Make `folder`, and know before any work that it can be written to. Raises ValueError where it cannot."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be written to ({error.strerror}); choose another folder with out=") from None
 
 
 def replace_folder(beside: Path, final: Path) -> None:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,23 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from safetensors import safe_open
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from models.ends import tensor_files
+from models.ends import opened, tensor_files
 
 WANTED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which target a drafter belongs to; the fingerprint decides, the name is for people."""
+
+    name: str
+    fingerprint: str
+    width: int
+    vocabulary: int
 
 
 def cache_home() -> Path:
@@ -173,7 +183,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def fingerprint(folder: Path) -> str:
+def fingerprint(folder: Path, trust_remote_code: bool = False) -> str:
     """Which weights, tokenizer and template stand in `folder`, whatever its name, sharding or stored precision.
 
     Eight rows spread over every tensor are hashed in bf16, so a 70B target takes seconds, not minutes.
@@ -181,7 +191,7 @@ def fingerprint(folder: Path) -> str:
     digest = hashlib.sha256()
     files = tensor_files(folder)
     for name, file in sorted(files.items()):
-        with safe_open(file, framework="pt") as shard:
+        with opened(file) as shard:
             tensor = shard.get_slice(name)
             shape = tensor.get_shape()
             digest.update(f"{name}{shape}".encode())
@@ -190,7 +200,13 @@ def fingerprint(folder: Path) -> str:
                 digest.update(
                     tensor[start : start + 1].to(torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes()
                 )
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     digest.update(repr(sorted(tokenizer.get_vocab().items())).encode())
     digest.update(repr(tokenizer.chat_template).encode())
     return digest.hexdigest()[:16]
+
+
+def identify(folder: Path, name: str, trust_remote_code: bool = False) -> Identity:
+    """Which target stands in `folder`, without loading it."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).get_text_config(decoder=True)
+    return Identity(name, fingerprint(folder, trust_remote_code), config.hidden_size, config.vocab_size)

@@ -5,14 +5,12 @@ B rows, T text tokens, N tree nodes, D width, L taps, V vocabulary.
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
@@ -26,18 +24,8 @@ from models.cache import KVCache
 from models.drafter import FeatureBatch, Reading
 from models.ends import Ends
 from models.packed import PackedLinear, pack, packs
-from models.source import fingerprint
+from models.source import Identity, identify
 from models.tree import TokenTree
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Which target a drafter belongs to; the fingerprint decides, the name is for people."""
-
-    name: str
-    fingerprint: str
-    width: int
-    vocabulary: int
 
 
 class Target:
@@ -189,8 +177,7 @@ def load_target(folder: Path, name: str, dtype: str = "auto", device: str = "aut
         raise
     if not how.get("device_map") and not how.get("quantization_config"):
         model = model.to(where)
-    width, vocabulary = model.get_input_embeddings().weight.shape[1], model.get_output_embeddings().weight.shape[0]
-    return Target(model, tokenizer, Identity(name, fingerprint(folder), width, vocabulary))
+    return Target(model, tokenizer, identify(folder, name, remote))
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
@@ -220,12 +207,19 @@ def sliding_window(config: PretrainedConfig) -> int | None:
     return config.sliding_window
 
 
+def rope_types(config: PretrainedConfig) -> set[str]:
+    """The kinds of rotary embedding in use: one for all layers, or one for each kind of layer."""
+    ropes = getattr(config, "rope_parameters", None) or {}
+    each = [rope for rope in ropes.values() if isinstance(rope, dict)] or [ropes]
+    return {rope.get("rope_type", "default") for rope in each}
+
+
 def refuse_unfit(model: PreTrainedModel) -> None:
     """Raise ValueError for a target that cannot read a tree: no explicit mask or positions, or state that is no cache of tokens."""
     config, name = model.config.get_text_config(decoder=True), type(model).__name__
     lacking = {"attention_mask", "position_ids", "cache"} - set(inspect.signature(model.forward).parameters)
     kinds = set(getattr(config, "layer_types", None) or ())
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    rope = rope_types(config) & {"dynamic", "longrope"}
     why = None
     if lacking:
         why = f"its forward takes no {', '.join(sorted(lacking))}"
@@ -233,8 +227,8 @@ def refuse_unfit(model: PreTrainedModel) -> None:
         why = "it has recurrent, linear or chunked attention layers, whose state cannot hold the branches of a tree"
     elif getattr(config, "alibi", False):
         why = "its ALiBi attention takes no explicit mask"
-    elif rope in ("dynamic", "longrope"):
-        why = f"its {rope} rotary embedding changes with the longest row of a batch"
+    elif rope:
+        why = f"its {min(rope)} rotary embedding changes with the longest row of a batch"
     elif any(
         type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in DynamicCache(config=config).layers
     ):
@@ -271,8 +265,3 @@ def probe(target: Target) -> None:
                     f"{type(target.model).__name__} reads a tree differently from plain text (relative error {apart:.1e}), so its answers "
                     f"would change; it cannot be a target"
                 )
-
-
-def load_config(folder: Path) -> PretrainedConfig:
-    """The text config of the target in `folder`, for checks before weights load."""
-    return AutoConfig.from_pretrained(folder).get_text_config(decoder=True)

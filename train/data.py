@@ -74,7 +74,9 @@ def example(tokenizer: PreTrainedTokenizerBase, row: Row, ends: frozenset[int]) 
     """
     if "input_ids" in row:
         if len(row["input_ids"]) != len(row.get("loss_mask", ())):
-            raise ValueError(f"{row.get('id', 'a row')} has {len(row['input_ids'])} input_ids, and loss_mask has another length; give one flag a token")
+            raise ValueError(
+                f"{row.get('id', 'a row')} has {len(row['input_ids'])} input_ids, and loss_mask has another length; give one flag a token"
+            )
         return Example(list(row["input_ids"]), [bool(flag) for flag in row["loss_mask"]])
     name, messages = row.get("id", "a conversation"), row["messages"]
     ids: list[int] = []

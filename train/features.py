@@ -4,9 +4,11 @@ B conversations, T tokens.
 """
 
 import random
+import time
 from collections.abc import Sequence
 
 import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -21,7 +23,9 @@ def epoch_batches(lengths: Sequence[int], size: int, seed: int) -> list[list[int
     order = list(range(len(lengths)))
     rng.shuffle(order)
     size = min(size, len(order))
-    order = order[: len(order) // size * size]  # before they are sorted, or the longest would be left out again and again
+    order = order[
+        : len(order) // size * size
+    ]  # before they are sorted, or the longest would be left out again and again
     window = size * 32
     grouped = [
         at
@@ -43,7 +47,6 @@ class Source:
         self._epoch: tuple[int, list[list[int]]] = (-1, [])
         by_length = sorted(range(len(examples)), key=lambda at: self.lengths[at])
         self._groups = [by_length[start : start + size] for start in range(0, len(by_length), size)]
-        self._group_of = {at: group for group in self._groups for at in group}
 
     def piece(self, number: int) -> list[int]:
         """Which conversations make the micro-batch `number` of the whole run, a function of the seed alone."""
@@ -67,18 +70,31 @@ class Source:
         """What the target makes of the conversations in `piece`."""
         if not self.keep:
             return self._read(piece)
-        for at in piece:
-            if at not in self._kept:  # always in the same company, so that a resumed run gets the same bits
-                group = self._group_of[at]
-                batch = self._read(group)
-                for row, member in enumerate(group):
-                    length = self.lengths[member]
-                    self._kept[member] = (batch.features[row, :length].clone(), batch.last_hidden[row, :length].clone())
+        if not self._kept:
+            self.read_all(quiet=True)
         ids, mask, document = self._text(piece)
         kept = [self._kept[at] for at in piece]
         position = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         features, hidden = (pad_sequence([entry[part] for entry in kept], batch_first=True) for part in (0, 1))
         return FeatureBatch(ids, mask, document, position, features, hidden)
+
+    def read_all(self, quiet: bool) -> None:
+        """Let the target read every conversation once, and keep what it makes of them.
+
+        Always in the same company, whatever the order of training, so that a resumed run gets the same bits.
+        """
+        columns = (TextColumn("target reads"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
+        with Progress(*columns, disable=quiet) as progress:
+            bar = progress.add_task("", total=sum(self.lengths), rate="")
+            began = time.perf_counter()
+            for group in self._groups:
+                batch = self._read(group)
+                for row, at in enumerate(group):
+                    length = self.lengths[at]
+                    self._kept[at] = (batch.features[row, :length].clone(), batch.last_hidden[row, :length].clone())
+                progress.advance(bar, sum(self.lengths[at] for at in group))
+                done = progress.tasks[0].completed / (time.perf_counter() - began)
+                progress.update(bar, rate=f"{done:,.0f} tokens/s")
 
     def _text(self, piece: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         ids = pad_sequence([torch.tensor(self.examples[at].input_ids) for at in piece], batch_first=True)
@@ -88,6 +104,5 @@ class Source:
     def _read(self, piece: Sequence[int]) -> FeatureBatch:
         ids, mask, _ = self._text(piece)
         batch = self.target.features(ids, mask, torch.tensor([self.lengths[at] for at in piece]))
-        return FeatureBatch(
-            *(value.clone() for value in vars(batch).values())
-        )  # out of inference mode, so autograd may save it
+        # out of inference mode, so that autograd may save them
+        return FeatureBatch(*(value.clone() for value in vars(batch).values()))

@@ -15,7 +15,7 @@ from conf import packaged
 from conf.schema import Features, Run
 from decode.opening import open_target
 from models.drafter import Drafter
-from models.shelf import CARD, Card, save_drafter
+from models.shelf import CARD, Card, family_class, make_folder, save_drafter
 from models.target import Target, resolve_dtype
 from models.tree import best_tree
 from train import checkpoint, optim
@@ -33,14 +33,17 @@ def train(run: Run) -> None:
     examples = load_examples(
         packaged(run.data.path), target.tokenizer, target.end_tokens, min(run.data.longest, target.context)
     )
-    taught, held = split(examples, run.data.heldout)
+    known, held = split(examples, run.data.heldout)
+    taught = evenly(known, run.data.conversations)
     set_seed(run.seed)
     drafter: Drafter = instantiate(run.drafter, _partial_=True)(target.ends).to(target.device)
     target.tap(drafter.taps)
-    drafter.learn_vocabulary(spoken_counts(taught, target.identity.vocabulary))
+    drafter.learn_vocabulary(spoken_counts(known, target.identity.vocabulary))
     keep = run.data.features is Features.memory
     source = Source(taught, target, run.optim.batch, keep, run.seed)
     heldout = Source(held, target, run.optim.batch, keep=True, seed=run.seed)
+    for reading in [heldout, source] if keep else [heldout]:
+        reading.read_all(quiet=not accelerator.is_main_process)
     acceptance = fit(drafter, source, heldout, run, accelerator, config)
     if accelerator.is_main_process:
         tree = recommended_tree(drafter, heldout, run.decode.nodes)
@@ -57,20 +60,27 @@ def identity(run: Run) -> dict[str, Any]:
         "drafter": run.drafter,
         "data": asdict(run.data),
         "optim": asdict(run.optim),
-        "seed": run.seed,
     }
-    return {key: str(value) for key, value in shaping.items()}
+    told = {f"{part}.{key}": str(value) for part, values in shaping.items() for key, value in values.items()}
+    return {**told, "seed": str(run.seed)}
 
 
 def prepare(run: Run, out: Path, config: dict[str, Any]) -> Accelerator:
     """The output folder and the accelerator, with every complaint before weights load."""
+    if "_target_" not in run.drafter:
+        raise ValueError("no drafter is chosen; give drafter= or name one in your conf, such as `- /drafter: medusa`")
+    family_class(run.drafter["_target_"], knobs_of(run))
+    if min(run.log.evaluate_every, run.log.save_every) < 1:
+        raise ValueError(
+            "log.evaluate_every and log.save_every count steps; give at least 1, or more than optim.steps for never"
+        )
     if (out / CARD).exists() and not run.overwrite:
         raise ValueError(f"{out} holds a finished drafter; choose out=, or overwrite=true to train it again")
     if not run.overwrite:
         checkpoint.require_same(out, config)
     if not packaged(run.data.path).exists():
         raise ValueError(f"there is no data file {packaged(run.data.path)}; check data.path")
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     bf16 = resolve_dtype(run.optim.precision, device) is torch.bfloat16
     accelerator = Accelerator(mixed_precision="bf16" if bf16 else "no", cpu=device.type == "cpu")
@@ -81,6 +91,11 @@ def prepare(run: Run, out: Path, config: dict[str, Any]) -> Accelerator:
     return accelerator
 
 
+def knobs_of(run: Run) -> dict[str, Any]:
+    """What the drafter's family is told; the other keys are Hydra's."""
+    return {key: value for key, value in run.drafter.items() if not key.startswith("_")}
+
+
 def split(examples: list[Example], heldout: int) -> tuple[list[Example], list[Example]]:
     """The last `heldout` conversations are for evaluation, the others teach."""
     if not 0 < heldout < len(examples):
@@ -88,6 +103,15 @@ def split(examples: list[Example], heldout: int) -> tuple[list[Example], list[Ex
             f"data.heldout={heldout} of {len(examples)} conversations leaves none to {'train on' if heldout else 'evaluate with'}; change it"
         )
     return examples[:-heldout], examples[-heldout:]
+
+
+def evenly(examples: list[Example], count: int | None) -> list[Example]:
+    """`count` of the conversations, taken evenly over the file, or all."""
+    if count is None or count >= len(examples):
+        return examples
+    if count < 1:
+        raise ValueError(f"data.conversations={count} leaves nothing to train on; give at least 1, or null for all")
+    return [examples[index * len(examples) // count] for index in range(count)]
 
 
 def spoken_counts(examples: list[Example], vocabulary: int) -> torch.Tensor:
@@ -113,7 +137,6 @@ def card(
     run: Run, drafter: Drafter, target: Target, tree: list[list[int]], acceptance: dict[str, Any], taught: list[Example]
 ) -> Card:
     """What the drafter's card says."""
-    knobs = {key: value for key, value in run.drafter.items() if not key.startswith("_")}
     training = {
         "conf": run.conf_name,
         "data": run.data.path,
@@ -125,4 +148,6 @@ def card(
         "outrider": version("outrider"),
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    return Card(run.drafter["_target_"], knobs, asdict(target.identity), list(drafter.taps), tree, training, acceptance)
+    return Card(
+        run.drafter["_target_"], knobs_of(run), asdict(target.identity), list(drafter.taps), tree, training, acceptance
+    )

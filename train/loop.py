@@ -46,7 +46,7 @@ def fit(
             began = time.perf_counter()
             numbers = [(step * optim.accumulate + micro) * ranks + rank for micro in range(optim.accumulate)]
             pieces = [source.piece(number) for number in numbers]
-            counted = accelerator.reduce(count(drafter, source, pieces).to(accelerator.device), "sum")
+            counted = accelerator.reduce(count(drafter, source, pieces).to(accelerator.device), "sum").clamp(min=1)
             total = torch.zeros((), device=accelerator.device)
             for micro, piece in enumerate(pieces):
                 with gradients(trainee, accelerator, last=micro + 1 == len(pieces)):
@@ -72,7 +72,7 @@ def fit(
 
 def count(drafter: Drafter, source: Source, pieces: list[list[int]]) -> Tensor:
     """[] positions that this rank's share of a step is counted over, at the first depth."""
-    return torch.stack([drafter.counts(*source.masks(piece))[0] for piece in pieces]).sum().clamp(min=1)
+    return torch.stack([drafter.counts(*source.masks(piece))[0] for piece in pieces]).sum()
 
 
 def gradients(trainee: nn.Module, accelerator: Accelerator, last: bool) -> Any:
@@ -84,7 +84,7 @@ def finite(loss: Tensor, step: int) -> float:
     """The loss as a number. Raises ValueError where it is none."""
     if not torch.isfinite(loss):
         raise ValueError(
-            f"the loss is {loss.item()} at step {step + 1}; lower optim.lr, or look for broken rows in the data with longer warm-up"
+            f"the loss is {loss.item()} at step {step + 1}; lower optim.lr or lengthen optim.warmup, or look for broken rows in the data"
         )
     return loss.item()
 

@@ -38,6 +38,10 @@ def regenerate(
     Finished conversations are appended to a part file as they come, so a killed run goes on where it stopped. Prompts
     of more than `longest` tokens are left out.
     """
+    ids = [str(row["id"]) for row in rows]
+    if len(set(ids)) < len(ids):
+        twice = next(name for name in ids if ids.count(name) > 1)
+        raise ValueError(f"two conversations have the id {twice}; give every one its own, or none to any")
     part = out.with_name(f".{out.name}.answers")
     done = _answered(part)
     todo = [row for row in rows if str(row["id"]) not in done]
@@ -58,8 +62,10 @@ def _answered(part: Path) -> dict[str, Row]:
     """What an earlier run left in the part file; a line cut short by a kill is dropped from it."""
     if not part.exists():
         return {}
-    whole = [line for line in part.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
-    part.write_text("".join(whole), encoding="utf-8")
+    whole = part.read_bytes().split(b"\n")[
+        :-1
+    ]  # bytes: the cut may be inside a letter, and a text may hold other line ends
+    part.write_bytes(b"".join(line + b"\n" for line in whole))
     return {str(row["id"]): row for row in map(json.loads, whole)}
 
 
@@ -106,7 +112,11 @@ def _answers(
 
 
 def _questions(row: Row) -> list[Message]:
-    return [{"role": "user", "content": message["content"]} for message in row["messages"] if message["role"] == "user"]
+    return [
+        {"role": "user", "content": message["content"]}
+        for message in row.get("messages", ())
+        if message["role"] == "user"
+    ]
 
 
 def _answer(target: Target, generation: Generation) -> Message:
