@@ -1,0 +1,197 @@
+"""Slow, obvious twins of what the product computes quickly, and a drafter that knows some of the answers."""
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from decode.accept import Draw, Sampling
+from models.drafter import Budget, Committed, Drafter
+from models.tree import Path, TokenTree
+
+Outcome = TypeVar("Outcome")
+
+
+def way_up(parents: Sequence[int], node: int) -> list[int]:
+    """The nodes from the root down to `node`."""
+    path = [node]
+    while parents[path[0]] >= 0:
+        path.insert(0, parents[path[0]])
+    return path
+
+
+def mask_by_walking(parents: Sequence[int]) -> list[list[bool]]:
+    """Who sees whom, by walking up from every node."""
+    return [[other in way_up(parents, node) for other in range(len(parents))] for node in range(len(parents))]
+
+
+def greedy_by_walking(
+    tokens: Sequence[int], parents: Sequence[int], valid: Sequence[bool], choices: Sequence[int]
+) -> tuple[list[int], int]:
+    """The first of the longest paths on which every token is the target's choice after its parent, and the choice after it."""
+    best = [0]
+    for node in range(len(tokens)):
+        path = way_up(parents, node)
+        right = all(valid[child] and tokens[child] == choices[parent] for parent, child in itertools.pairwise(path))
+        if right and len(path) > len(best):
+            best = path
+    return best, choices[best[-1]]
+
+
+def worth(accuracy: Sequence[Sequence[float]], paths: Sequence[Path]) -> float:
+    """Tokens that a tree of `paths` is expected to have accepted when depths are independent."""
+    return sum(math.prod(accuracy[depth][rank] for depth, rank in enumerate(path)) for path in paths)
+
+
+def best_worth(accuracy: Sequence[Sequence[float]], nodes: int) -> float:
+    """The most that any tree of `nodes` nodes, root included, is worth: all of them are tried."""
+    ranks = range(len(accuracy[0]))
+    every = [path for length in range(1, len(accuracy) + 1) for path in itertools.product(ranks, repeat=length)]
+    trees = (set(chosen) for chosen in itertools.combinations(every, nodes - 1))
+    return max(
+        worth(accuracy, list(tree)) for tree in trees if all(len(path) == 1 or path[:-1] in tree for path in tree)
+    )
+
+
+def probs_by_hand(logits: Sequence[float], sampling: Sampling) -> list[float]:
+    """The distribution that `logits` mean under `sampling`, one token after the other."""
+    order = sorted(range(len(logits)), key=lambda token: -logits[token])
+    weights = [math.exp((logit - max(logits)) / sampling.temperature) for logit in logits]
+    kept = order[: sampling.top_k or None]
+    total = sum(weights[token] for token in kept)
+    mass, nucleus = 0.0, []
+    for token in kept:
+        if mass < sampling.top_p:
+            nucleus.append(token)
+        mass += weights[token] / total
+    total = sum(weights[token] for token in nucleus)
+    return [weights[token] / total if token in nucleus else 0.0 for token in range(len(logits))]
+
+
+def outcomes(run: Callable[[Draw], Outcome]) -> Iterator[tuple[Outcome, float]]:
+    """Everything that `run` can return and how likely: it runs once for each way in which its draws can fall."""
+    waiting: list[list[int]] = [[]]
+    while waiting:
+        script = waiting.pop()
+        chance: list[float] = []
+
+        def draw(weights: Tensor, script: list[int] = script, chance: list[float] = chance) -> int:
+            probs = (weights.double() / weights.double().sum()).tolist()
+            if len(chance) == len(script):
+                possible = [
+                    index for index, prob in enumerate(probs) if not prob < 1e-13
+                ]  # below is rounding; nan stays, and shows
+                waiting.extend([*script, index] for index in possible[1:])
+                script.append(possible[0])
+            picked = script[len(chance)]
+            chance.append(probs[picked])
+            return picked
+
+        yield run(draw), math.prod(chance)
+
+
+@torch.inference_mode()
+def read_paths(model: PreTrainedModel, text: list[int], tokens: Sequence[int], parents: Sequence[int]) -> Tensor:
+    """[N, V] the logits after every node: for each a plain pass, without a cache, over `text` and the path to the node."""
+    inputs = [torch.tensor([text + [tokens[step] for step in way_up(parents, node)]]) for node in range(len(tokens))]
+    return torch.stack([model(input_ids=ids, use_cache=False).logits[0, -1] for ids in inputs])
+
+
+@torch.inference_mode()
+def plain_greedy(model: PreTrainedModel, prompt: list[int], limit: int, ends: frozenset[int]) -> list[int]:
+    """Up to `limit` tokens after `prompt`, each by a full pass over everything before it."""
+    text = list(prompt)
+    while len(text) < len(prompt) + limit and (len(text) == len(prompt) or text[-1] not in ends):
+        text.append(int(model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
+    return text[len(prompt) :]
+
+
+Proposal = tuple[list[int], list[int], list[bool]]  # tokens, parents, valid
+
+
+def rounds_by_reading(text: list[int], proposals: Sequence[Proposal]) -> tuple[list[int], list[int], list[int]]:
+    """Accepted, offered and committed of every round, from the finished text and what was proposed."""
+    accepted, offered, committed = [], [], []
+    at = 1  # the first token was said by the prefill
+    for tokens, parents, valid in proposals:
+        rest = text[at:]
+        follows = {0: 0}  # node -> how many tokens of the text the path to it spells
+        for node in range(1, len(tokens)):
+            above = follows.get(parents[node])
+            if valid[node] and above is not None and above < len(rest) and tokens[node] == rest[above]:
+                follows[node] = above + 1
+        last = max(follows, key=lambda node: (follows[node], -node))
+        tried = any(valid[node] and parents[node] == last for node in range(1, len(tokens)))
+        accepted.append(follows[last])
+        offered.append(min(follows[last] + tried, len(rest)))
+        committed.append(min(follows[last] + 1, len(rest)))
+        at += committed[-1]
+    return accepted, offered, committed
+
+
+class Guesser(Drafter):
+    """Random trees in which, with probability `skill`, some child of a true node is true.
+
+    It recognises prompts and knows one text for each. What it proposes depends on the prompt and on how far the text
+    is, not on the rows beside it. A sixth of the nodes is invalid, true ones too.
+    """
+
+    def __init__(
+        self, texts: dict[tuple[int, ...], list[int]], nodes: int = 8, skill: float = 0.8, vocabulary: int = 256
+    ):
+        super().__init__()
+        self.texts, self.nodes, self.skill, self.vocabulary = texts, nodes, skill, vocabulary
+        self.proposed: dict[tuple[int, ...], list[Proposal]] = {prompt: [] for prompt in texts}
+
+    def begin(self, rows: int, capacity: int) -> list[tuple[tuple[int, ...], int]]:
+        """For every row its prompt, and how many tokens of the text the target has read."""
+        return [((), 0)] * rows
+
+    def propose(self, committed: Committed, state: Any, budget: Budget) -> TokenTree:
+        """One random tree a row."""
+        trees = []
+        for row, length in enumerate(committed.length.tolist()):
+            new = tuple(committed.tokens[row, :length].tolist())
+            state[row] = (new, 0) if new in self.texts else (state[row][0], state[row][1] + length)
+            prompt, read = state[row]
+            trees.append(self.guess(prompt, read, int(committed.bonus[row])))
+            self.proposed[prompt].append(trees[-1])
+        tokens, parents, valid = zip(*trees, strict=True)
+        return TokenTree(torch.tensor(tokens), torch.tensor(parents), torch.tensor(valid))
+
+    def guess(self, prompt: tuple[int, ...], read: int, root: int) -> Proposal:
+        """A tree of tokens that might follow token number `read` of the text after `prompt`."""
+        chance = random.Random(f"{prompt} {read}")
+        text = self.texts[prompt]
+        tokens, parents, valid, depth, true = [root], [-1], [True], [0], [True]
+        for node in range(1, self.nodes):
+            parent = chance.choice([*range(node), *(other for other in range(node) if true[other])])
+            at = read + depth[parent] + 1
+            good = true[parent] and at < len(text) and chance.random() < self.skill
+            tokens.append(text[at] if good else chance.randrange(self.vocabulary))
+            parents.append(parent)
+            valid.append(chance.random() > 1 / 6)
+            depth.append(depth[parent] + 1)
+            true.append(good)
+        return tokens, parents, valid
+
+
+class Garbage(Drafter):
+    """The same tree of the same tokens, whatever the text."""
+
+    def __init__(self, parents: Sequence[int], vocabulary: int = 256):
+        super().__init__()
+        self.parents, self.vocabulary = torch.tensor(parents), vocabulary
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def propose(self, committed: Committed, state: Any, budget: Budget) -> TokenTree:
+        """Token 0 below token 1 below token 2 ..., under the root."""
+        rows, nodes = len(committed.length), len(self.parents)
+        tokens = torch.arange(nodes).expand(rows, nodes) % self.vocabulary
+        tokens = torch.cat([committed.bonus[:, None], tokens[:, 1:]], dim=1)
+        return TokenTree(tokens, self.parents.expand(rows, nodes), torch.ones(rows, nodes, dtype=torch.bool))
