@@ -17,7 +17,7 @@ from decode.engine import generate
 from decode.opening import find_drafter, open_drafter, open_target, target_folder
 from decode.prompts import bench_file, bench_prompts
 from decode.report import Report, Sample
-from models.drafter import Budget, Plain
+from models.drafter import Budget, Drafter, Plain
 from models.shelf import Card, make_folder, read_card, require_target
 from models.source import identify
 from models.tree import chain, ordered_paths
@@ -40,13 +40,13 @@ def measure(run: Run) -> Report:
     generate(target, drafter, [prompts[how.bench[0]][0]], 8, budget)  # warm up: first calls compile and allocate
     work = [(bench, batch) for bench, asked in prompts.items() for batch in batches(asked, how.rows)]
     samples = []
-    arms = [(drafter, budget), (Plain(), Budget(nodes=1))]
+    arms: dict[str, tuple[Drafter, Budget]] = {"drafted": (drafter, budget), "plain": (Plain(), Budget(nodes=1))}
     for number, (bench, batch) in enumerate(track(work, "decoding", console=console)):
-        order = (0, 1) if number % 2 else (1, 0)  # neither arm always goes first
-        runs = {
-            arm: generate(target, arms[arm][0], batch, how.tokens, arms[arm][1], sampling, how.rows) for arm in order
-        }
-        samples.append(Sample(bench, drafted=runs[0], plain=runs[1]))
+        runs = {}
+        for arm in sorted(arms, reverse=number % 2 == 1):  # neither arm always goes first
+            guesser, allowed = arms[arm]
+            runs[arm] = generate(target, guesser, batch, how.tokens, allowed, sampling, how.rows)
+        samples.append(Sample(bench, **runs))
     report = Report.of(samples, settings(run, folder, target.dtype, budget))
     report.show(console)
     out = write(report, run)
@@ -56,14 +56,8 @@ def measure(run: Run) -> Report:
 
 def check(how: Decode) -> None:
     """Raise ValueError for settings with which nothing would be measured."""
-    least = {
-        "prompts": 1,
-        "longest": 1,
-        "tokens": 2,
-        "nodes": 2,
-        "depth": 1,
-        "rows": 1,
-    }  # the first token is no round's
+    # the first token is no round's, so one token measures nothing
+    least = {"prompts": 1, "longest": 1, "tokens": 2, "nodes": 2, "depth": 1, "rows": 1}
     for name, value in least.items():
         if getattr(how, name) < value:
             raise ValueError(f"decode.{name}={getattr(how, name)} measures nothing; give at least {value}")
@@ -98,7 +92,7 @@ def settings(run: Run, folder: Path, dtype: torch.dtype, budget: Budget) -> dict
         "dtype": str(dtype).removeprefix("torch."),
         **{key: how[key] for key in ("tokens", "temperature", "top_k", "top_p", "rows", "longest")},
         "tree": [list(path) for path in budget.paths],
-        "nodes": len(budget.paths) + 1,
+        "nodes": len(budget.paths) + 1 if budget.paths else budget.nodes,
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
         "torch": torch.__version__,

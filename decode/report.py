@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -89,38 +90,25 @@ class Report:
         return {"version": 1, **asdict(self)}
 
     def show(self, console: Console) -> None:
-        """Print the tables."""
-        about = " ".join(
-            f"{key}={value}"
-            for key, value in self.settings.items()
-            if key in ("target", "dtype", "tokens", "nodes", "temperature", "threads")
-        )
-        table = Table(title=f"{self.settings['drafter']} against plain decoding ({about})")
-        for heading in ("set", "n", "tau", "speed-up", "plain tok/s", "tok/s", "equal", "looped"):
-            table.add_column(heading, justify="left" if heading == "set" else "right")
+        """Print the tables, within 80 columns."""
+        shown = ("target", "dtype", "tokens", "nodes", "temperature", "threads")
+        console.print(f"\n{self.settings['drafter']} against plain decoding", style="bold")
+        console.print(" ".join(f"{key}={self.settings[key]}" for key in shown))
+        table = Table(box=SIMPLE_HEAD, padding=(0, 1))
+        headings = ("set", "n", "tau", "speed-up", "plain\ntok/s", "drafted\ntok/s", "equal", "looped")
+        for heading in headings:
+            table.add_column(heading, justify="left" if heading == "set" else "right", no_wrap=True)
         for line in self.lines:
-            table.add_row(
-                line.bench,
-                str(line.prompts),
-                str(line.tau),
-                str(line.speedup),
-                f"{line.plain_tokens_per_second:.1f}",
-                f"{line.tokens_per_second:.1f}",
-                f"{line.equal}/{line.prompts}",
-                f"{line.looped:.0%}",
-                style="bold" if line.bench == "all" else None,
-            )
+            figures = (str(line.prompts), str(line.tau), str(line.speedup))
+            speeds = (f"{line.plain_tokens_per_second:.1f}", f"{line.tokens_per_second:.1f}")
+            counts = (f"{line.equal}/{line.prompts}", f"{line.looped:.0%}")
+            table.add_row(line.bench, *figures, *speeds, *counts, style="bold" if line.bench == "all" else None)
         console.print(table)
-        console.print(
-            "alpha by depth  "
-            + "  ".join(
-                f"{k}: {value:.2f} (n={n})" for k, (value, n) in enumerate(zip(self.alpha, self.tried, strict=True), 1)
-            )
-        )
+        depths = enumerate(zip(self.alpha, self.tried, strict=True), 1)
+        console.print("alpha by depth   " + "  ".join(f"{k}: {value:.2f} (n={n})" for k, (value, n) in depths))
         spent = "  ".join(f"{phase} {ms:.1f}" for phase, ms in self.round_ms.items())
-        console.print(
-            f"a round, ms     {spent}  sum {sum(self.round_ms.values()):.1f}; plain {self.plain_round_ms:.1f}"
-        )
+        console.print(f"ms of a round    {spent}  together {sum(self.round_ms.values()):.1f}")
+        console.print(f"ms of a plain one  {self.plain_round_ms:.1f}")
 
 
 def line_of(bench: str, samples: Sequence[Sample]) -> Line:

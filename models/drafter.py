@@ -85,8 +85,8 @@ class Drafter(nn.Module):
         """What this drafter is taught on `batch`."""
         raise NotImplementedError
 
-    def rank_counts(self, batch: FeatureBatch, ranks: int) -> tuple[Tensor, Tensor] | None:
-        """What a static tree is chosen from, [K, ranks] and [K]: how often the target's token was the pick of each rank."""
+    def ranks(self, batch: FeatureBatch, width: int) -> Tensor | None:
+        """[P, K] what a static tree is chosen from: at which rank each depth had the target's token, -1 beyond `width`."""
         return None
 
     def begin(self, rows: int, capacity: int) -> Any:

@@ -145,14 +145,15 @@ class Medusa(Drafter):
         return loss, hits, overlap(draft_logits, self.ends.logits(teacher.to(self.ends.head.dtype)), self.draft_ids)
 
     @torch.no_grad()
-    def rank_counts(self, batch: FeatureBatch, ranks: int) -> tuple[Tensor, Tensor]:
-        """How often the target's token was each head's pick of rank 0, 1, ...: [K, ranks], and positions [K]."""
-        counts, seen = [], []
-        for k, lesson in enumerate(self.lessons(batch)):
-            picks = self.head_logits(k, self.blocks[k](lesson.hidden)).topk(min(ranks, self.vocabulary.size)).indices
-            counts.append((picks == self.vocabulary.to_draft(lesson.token)[:, None]).sum(0))
-            seen.append(len(lesson.token))
-        return torch.stack(counts), torch.tensor(seen)
+    def ranks(self, batch: FeatureBatch, width: int) -> Tensor:
+        """[R, K] the rank at which each head had what the target said, -1 beyond its `width` first picks."""
+        asked = list(self._asked(batch.loss_mask, batch.document))
+        table = torch.full((*batch.input_ids.shape, len(asked)), -1, device=batch.input_ids.device)
+        for k, (where, lesson) in enumerate(zip(asked, self.lessons(batch), strict=True)):
+            picks = self.head_logits(k, self.blocks[k](lesson.hidden)).topk(min(width, self.vocabulary.size)).indices
+            right = picks == self.vocabulary.to_draft(lesson.token)[:, None]
+            table[..., k][where] = torch.where(right.any(-1), right.int().argmax(-1), -1)
+        return table[asked[0]]
 
     @torch.inference_mode()
     def propose(self, committed: Committed, state: Any, budget: Budget) -> TokenTree:

@@ -32,7 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from models.ends import opened, tensor_files
 
-WANTED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]
+WANTED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.yaml", "tokenizer*", "*.model", "*.txt"]
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """The proposal: a tree of guessed tokens whose root is the last committed one.
 
-B sequences, N nodes, V vocabulary, K depths, R ranks.
+B sequences, N nodes, V vocabulary, K depths, P positions of a text.
 """
 
-import heapq
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -73,23 +74,17 @@ def chain(depth: int) -> list[Path]:
     return [(0,) * length for length in range(1, depth + 1)]
 
 
-def best_tree(accuracy: Tensor, nodes: int) -> list[Path]:
-    """The tree of `nodes` nodes, root included, that accepts most when depths are independent.
+def best_tree(ranks: Tensor, nodes: int) -> list[Path]:
+    """The tree of `nodes` nodes, root included, that would have accepted most on the text where `ranks` were seen.
 
-    `accuracy` [K, R] holds the probability that the pick of rank r at depth k is the target's token. A node is worth
-    the product along its path, which only shrinks on the way down and with rank, so taking the best open node again
-    and again is optimal (Medusa, section 2.3.3).
+    `ranks` [P, K] holds for each position the rank at which depth k had the target's token, -1 where it had not. A
+    node is worth the positions at which its whole path was right. A parent is worth at least what its child is, so
+    the nodes worth most form a tree, and no independence of depths is assumed (Medusa multiplies accuracies). Nodes
+    that were never right are left out; where none was, it is the chain of first picks.
     """
-    rates: list[list[float]] = accuracy.double().tolist()
-    taken: list[Path] = []
-    open_nodes: list[tuple[float, Path]] = [(-rates[0][0], (0,))]
-    while open_nodes and len(taken) < nodes - 1:
-        worth, path = heapq.heappop(open_nodes)
-        taken.append(path)
-        depth, rank = len(path), path[-1]
-        if depth < len(rates):
-            heapq.heappush(open_nodes, (worth * rates[depth][0], (*path, 0)))
-        if rank + 1 < len(rates[0]):
-            above = worth / rates[depth - 1][rank] if rates[depth - 1][rank] else 0.0
-            heapq.heappush(open_nodes, (above * rates[depth - 1][rank + 1], (*path[:-1], rank + 1)))
-    return ordered_paths(taken)
+    worth: Counter[Path] = Counter()
+    for row in ranks.tolist():
+        right = tuple(takewhile(lambda rank: rank >= 0, row))
+        worth.update(right[:length] for length in range(1, len(right) + 1))
+    best = sorted(worth, key=lambda path: (-worth[path], len(path), path)) or chain(ranks.shape[1])
+    return ordered_paths(best[: nodes - 1])

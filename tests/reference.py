@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from decode.accept import Draw, Sampling
 from models.drafter import Budget, Committed, Drafter
-from models.tree import Path, TokenTree
+from models.tree import TokenTree
 
 Outcome = TypeVar("Outcome")
 
@@ -43,19 +43,18 @@ def greedy_by_walking(
     return best, choices[best[-1]]
 
 
-def worth(accuracy: Sequence[Sequence[float]], paths: Sequence[Path]) -> float:
-    """Tokens that a tree of `paths` is expected to have accepted when depths are independent."""
-    return sum(math.prod(accuracy[depth][rank] for depth, rank in enumerate(path)) for path in paths)
-
-
-def best_worth(accuracy: Sequence[Sequence[float]], nodes: int) -> float:
-    """The most that any tree of `nodes` nodes, root included, is worth: all of them are tried."""
-    ranks = range(len(accuracy[0]))
-    every = [path for length in range(1, len(accuracy) + 1) for path in itertools.product(ranks, repeat=length)]
-    trees = (set(chosen) for chosen in itertools.combinations(every, nodes - 1))
-    return max(
-        worth(accuracy, list(tree)) for tree in trees if all(len(path) == 1 or path[:-1] in tree for path in tree)
+def worth(ranks: Sequence[Sequence[int]], paths: Sequence[Sequence[int]]) -> int:
+    """Guesses that a tree of `paths` would have got accepted on the text where `ranks` were seen."""
+    return sum(
+        tuple(row[:length]) in {tuple(path) for path in paths} for row in ranks for length in range(1, len(row) + 1)
     )
+
+
+def most_worth(ranks: Sequence[Sequence[int]], width: int, nodes: int) -> int:
+    """The most that any tree of `nodes` nodes, root included, is worth: all of them are tried."""
+    every = [path for length in range(1, len(ranks[0]) + 1) for path in itertools.product(range(width), repeat=length)]
+    trees = (set(chosen) for chosen in itertools.combinations(every, nodes - 1))
+    return max(worth(ranks, list(tree)) for tree in trees if all(len(path) == 1 or path[:-1] in tree for path in tree))
 
 
 def probs_by_hand(logits: Sequence[float], sampling: Sampling) -> list[float]:

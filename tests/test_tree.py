@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.tree import TokenTree, best_tree, chain, ordered_paths, parents_of
-from reference import best_worth, mask_by_walking, worth
+from reference import mask_by_walking, most_worth, worth
 
 GOLDEN: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "golden" / "medusa_trees.json").read_text())
 
@@ -91,21 +91,30 @@ def test_lists_that_are_no_tree_are_refused(paths: list[list[int]], sentence: st
 
 
 @pytest.mark.parametrize(
-    ("depths", "ranks", "nodes"), [(1, 4, 3), (2, 3, 5), (3, 2, 5), (3, 2, 7), (2, 3, 2), (2, 2, 1)]
+    ("depths", "width", "nodes"), [(1, 4, 3), (2, 3, 5), (3, 2, 5), (3, 2, 7), (2, 3, 2), (2, 2, 1)]
 )
 @pytest.mark.parametrize("seed", range(4))
-def test_best_tree_is_worth_as_much_as_any(depths: int, ranks: int, nodes: int, seed: int) -> None:
-    accuracy = torch.rand(depths, ranks, generator=torch.Generator().manual_seed(seed)).sort(descending=True).values
-    accuracy /= accuracy.sum(-1, keepdim=True) + 0.1
-    paths = best_tree(accuracy, nodes)
+def test_best_tree_is_worth_as_much_as_any(depths: int, width: int, nodes: int, seed: int) -> None:
+    ranks = torch.randint(-1, width, (200, depths), generator=torch.Generator().manual_seed(seed))
+    paths = best_tree(ranks, nodes)
     assert len(paths) == nodes - 1
     assert ordered_paths(paths) == paths
-    assert worth(accuracy.tolist(), paths) == pytest.approx(best_worth(accuracy.tolist(), nodes))
+    assert worth(ranks.tolist(), paths) == most_worth(ranks.tolist(), width, nodes)
+
+
+def test_best_tree_sees_that_depths_depend_on_each_other() -> None:
+    """Where only the second pick is ever followed by a right guess, that is where the tree goes deep."""
+    ranks = torch.tensor([[0, -1]] * 5 + [[1, 2]] * 4)
+    assert best_tree(ranks, 4) == [(0,), (1,), (1, 2)]
 
 
 def test_best_tree_gives_all_there_is_where_more_is_asked() -> None:
-    assert len(best_tree(torch.tensor([[0.5, 0.2], [0.4, 0.0]]), 100)) == 2 + 4
+    assert best_tree(torch.tensor([[1, 0], [0, -1], [-1, 0]]), 100) == [(0,), (1,), (1, 0)]
+
+
+def test_best_tree_of_a_text_that_favours_nothing_is_the_chain_of_first_picks() -> None:
+    assert best_tree(torch.full((3, 4), -1), 10) == chain(4)
 
 
 def test_best_tree_of_a_sure_first_pick_is_a_chain() -> None:
-    assert best_tree(torch.tensor([[0.9, 0.1]] * 4), 5) == chain(4)
+    assert best_tree(torch.tensor([[0, 0, 0, 0]] * 4), 5) == chain(4)

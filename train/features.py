@@ -23,9 +23,8 @@ def epoch_batches(lengths: Sequence[int], size: int, seed: int) -> list[list[int
     order = list(range(len(lengths)))
     rng.shuffle(order)
     size = min(size, len(order))
-    order = order[
-        : len(order) // size * size
-    ]  # before they are sorted, or the longest would be left out again and again
+    # the remainder goes before the sorting, or the longest would be left out again and again
+    order = order[: len(order) // size * size]
     window = size * 32
     grouped = [
         at

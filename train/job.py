@@ -125,12 +125,9 @@ def spoken_counts(examples: list[Example], vocabulary: int) -> torch.Tensor:
 def recommended_tree(drafter: Drafter, heldout: Source, nodes: int) -> list[list[int]]:
     """The static tree of `nodes` nodes that held-out text favours; [] for drafters that make their own."""
     drafter.eval()
-    measured = [drafter.rank_counts(heldout.features(piece), ranks=10) for piece in heldout.everything()]
-    known = [pair for pair in measured if pair is not None]
-    if not known:
-        return []
-    counts, seen = (torch.stack(parts).sum(0) for parts in zip(*known, strict=True))
-    return [list(path) for path in best_tree(counts / seen[:, None].clamp(min=1), nodes)]
+    seen = [drafter.ranks(heldout.features(piece), width=10) for piece in heldout.everything()]
+    known = [ranks for ranks in seen if ranks is not None]
+    return [list(path) for path in best_tree(torch.cat(known), nodes)] if known else []
 
 
 def card(

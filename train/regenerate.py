@@ -62,9 +62,8 @@ def _answered(part: Path) -> dict[str, Row]:
     """What an earlier run left in the part file; a line cut short by a kill is dropped from it."""
     if not part.exists():
         return {}
-    whole = part.read_bytes().split(b"\n")[
-        :-1
-    ]  # bytes: the cut may be inside a letter, and a text may hold other line ends
+    # bytes: the cut may be inside a letter, and a text may hold other line ends
+    whole = part.read_bytes().split(b"\n")[:-1]
     part.write_bytes(b"".join(line + b"\n" for line in whole))
     return {str(row["id"]): row for row in map(json.loads, whole)}
 

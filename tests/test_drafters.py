@@ -1,0 +1,203 @@
+"""What every family must do, whatever it is: a new conf/drafter/*.yaml arrives tested."""
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from torch import Tensor
+
+from decode.engine import generate
+from decode.opening import open_drafter, open_target
+from decode.report import Sample, looped, tau
+from models.drafter import Budget, Committed, Drafter, Plain
+from models.shelf import Card, load_drafter, read_card, save_drafter
+from models.target import Target
+from models.tree import chain, ordered_paths
+from runs import ROOT, composed
+from train import job
+from train.data import Message, example, render, write_rows
+
+FAMILIES = sorted(file.stem for file in (ROOT / "conf" / "drafter").glob("*.yaml"))
+QUESTIONS = ["How are you?", "b", "Name some colours.", "What is one and one and one?"]
+ROUNDS = 6
+EXACT = ("target.dtype=fp32", "optim.precision=fp32")
+
+
+@functools.cache
+def target() -> Target:
+    return open_target(composed(*EXACT).target)
+
+
+def made(family: str) -> Drafter:
+    """A new drafter whose weights are shaken, so that it guesses all sorts of things."""
+    torch.manual_seed(0)
+    drafter: Drafter = instantiate(composed(f"drafter={family}").drafter, _partial_=True)(target().ends)
+    for parameter in drafter.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    target().tap(drafter.taps)
+    return drafter
+
+
+def asked(question: str) -> Message:
+    return {"role": "user", "content": question}
+
+
+def prompts() -> list[list[int]]:
+    return [render(target().tokenizer, [asked(question)], speak=True) for question in QUESTIONS]
+
+
+@functools.cache
+def answers(limit: int) -> list[list[int]]:
+    """What the target says greedily, `limit` tokens each."""
+    return [one.tokens for one in generate(target(), Plain(), prompts(), limit, Budget(nodes=1)).generations]
+
+
+def depths(drafter: Drafter) -> int:
+    """How deep the drafter was made to guess."""
+    return len(drafter.counts(torch.ones(1, 9, dtype=torch.bool), torch.zeros(1, 9, dtype=torch.long)))
+
+
+def read(drafter: Drafter) -> Committed:
+    """The prompts as the target reads them before the first proposal."""
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(prompt) for prompt in prompts()], batch_first=True)
+    lengths = torch.tensor([len(prompt) for prompt in prompts()])
+    reading = target().prefill(ids, lengths, target().cache(len(ids), 99))
+    return Committed(ids, lengths, reading.features, reading.hidden, reading.logits[:, 0].argmax(-1))
+
+
+def proposed(drafter: Drafter, budget: Budget) -> list[Tensor]:
+    tree = drafter.propose(read(drafter), drafter.begin(len(QUESTIONS), 99), budget)
+    return [tree.tokens, tree.parents, tree.valid]
+
+
+BUDGETS = [
+    Budget(),
+    Budget(tuple(chain(2)), nodes=3, depth=2),
+    Budget(tuple(ordered_paths([[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 1]])), nodes=7, depth=3),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_loss_is_finite_and_reaches_only_the_drafters_weights(family):
+    drafter = made(family)
+    rows = [
+        {"messages": [asked("a"), {"role": "assistant", "content": text}]}
+        for text in ("Quite a long answer.", "Shorter")
+    ]
+    taught = [example(target().tokenizer, row, target().end_tokens) for row in rows]
+    ids, mask = (
+        torch.nn.utils.rnn.pad_sequence([torch.tensor(getattr(one, part)) for one in taught], batch_first=True)
+        for part in ("input_ids", "loss_mask")
+    )
+    batch = target().features(ids, mask, torch.tensor([len(one.input_ids) for one in taught]))
+    batch = type(batch)(*(value.clone() for value in vars(batch).values()))
+    loss = drafter.training_loss(batch)
+    loss.total.backward()
+    assert loss.total.isfinite()
+    assert loss.seen.tolist() == drafter.counts(mask, batch.document).tolist()
+    assert loss.seen[0] > 0
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in drafter.parameters())
+    assert any(parameter.grad.any() for parameter in drafter.parameters())
+    assert all(parameter.grad is None for parameter in target().model.parameters())
+    held = {value.untyped_storage().data_ptr() for value in target().model.state_dict().values()}
+    assert not held & {value.untyped_storage().data_ptr() for value in drafter.state_dict().values()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("budget", BUDGETS, ids=["own way", "chain", "bush"])
+def test_a_proposal_is_a_tree_below_the_bonus_token(family, budget):
+    drafter = made(family).eval()
+    tokens, parents, valid = proposed(drafter, budget)
+    rows, nodes = tokens.shape
+    assert rows == len(QUESTIONS)
+    assert 1 < nodes <= max(budget.nodes, len(budget.paths) + 1)
+    assert tokens.shape == parents.shape == valid.shape
+    assert torch.equal(tokens[:, 0], read(drafter).bonus)
+    assert (parents[:, 0] == -1).all()
+    assert ((parents[:, 1:] >= 0) & (parents[:, 1:] < torch.arange(1, nodes))).all()
+    assert ((tokens >= 0) & (tokens < target().identity.vocabulary)).all()
+    assert valid.dtype == torch.bool
+    assert valid[:, 0].all()
+    for row in range(rows):
+        siblings = [(int(parents[row, node]), int(tokens[row, node])) for node in range(nodes) if valid[row, node]]
+        assert len(set(siblings)) == len(siblings)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("budget", "rows"), zip(BUDGETS, (1, 2, 3), strict=True), ids=["own way", "chain", "bush"])
+def test_greedy_text_is_the_targets_own(family, budget, rows):
+    drafted = generate(target(), made(family).eval(), prompts(), 12, budget, rows=rows)
+    assert [one.tokens for one in drafted.generations] == answers(12)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_and_loaded_drafter_proposes_the_same(family, tmp_path):
+    drafter = made(family).eval()
+    conf = composed(f"drafter={family}").drafter
+    knobs = {key: value for key, value in conf.items() if not key.startswith("_")}
+    save_drafter(drafter, Card(conf["_target_"], knobs, vars(target().identity), list(drafter.taps)), tmp_path)
+    loaded = load_drafter(tmp_path, read_card(tmp_path), target().ends, torch.float32)
+    for budget in BUDGETS:
+        for ours, theirs in zip(proposed(loaded, budget), proposed(drafter, budget), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@dataclass
+class Pupil:
+    """A drafter that was taught four answers of the target, and those answers."""
+
+    drafter: Drafter
+    depth: int
+    limit: int
+
+
+@functools.cache
+def pupil(family: str, folder: Path) -> Pupil:
+    depth = depths(made(family))
+    limit = 1 + ROUNDS * (depth + 1)
+    rows = [
+        {"messages": [asked(question), {"role": "assistant", "content": "", "ids": ids}]}
+        for question, ids in zip([*QUESTIONS, "held out"], [*answers(limit), [1] * (depth + 2)], strict=True)
+    ]
+    write_rows(folder / "answers.jsonl", rows)
+    how = [
+        "data.heldout=1",
+        "data.features=memory",
+        "optim.steps=150",
+        "optim.lr=5e-3",
+        "optim.batch=4",
+        "log.evaluate_every=1000",
+    ]
+    job.train(
+        composed(
+            f"out={folder}/{family}",
+            f"drafter={family}",
+            f"data.path={folder}/answers.jsonl",
+            *EXACT,
+            *how,
+            "log.save_every=1000",
+        )
+    )
+    return Pupil(open_drafter(folder / family, read_card(folder / family), target()), depth, limit)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("drafters")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_was_learned_by_heart_is_decoded_nearly_as_fast_as_can_be(family, folder):
+    taught = pupil(family, folder)
+    assert {len(answer) for answer in answers(taught.limit)} == {taught.limit}  # no answer ended early,
+    assert looped(answers(taught.limit)) < 0.1  # and none goes in circles, which anyone could guess
+    best = taught.depth + 1
+    target().tap(taught.drafter.taps)
+    drafted = generate(
+        target(), taught.drafter, prompts(), taught.limit, Budget(tuple(chain(taught.depth)), best, taught.depth)
+    )
+    assert [one.tokens for one in drafted.generations] == answers(taught.limit)
+    assert 0.9 * best <= tau([Sample("", drafted, drafted)]) <= best

