@@ -36,7 +36,7 @@ class Figure:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+        return f"{self.value:.2f} ({self.low:.2f}-{self.high:.2f})"
 
 
 @dataclass
@@ -94,12 +94,12 @@ class Report:
         shown = ("target", "dtype", "tokens", "nodes", "temperature", "threads")
         console.print(f"\n{self.settings['drafter']} against plain decoding", style="bold")
         console.print(" ".join(f"{key}={self.settings[key]}" for key in shown))
-        table = Table(box=SIMPLE_HEAD, padding=(0, 1))
-        headings = ("set", "n", "tau", "speed-up", "plain\ntok/s", "drafted\ntok/s", "equal", "looped")
+        table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
+        headings = ("set", "tau", "speed-up", "plain\ntok/s", "drafted\ntok/s", "equal", "looped")
         for heading in headings:
             table.add_column(heading, justify="left" if heading == "set" else "right", no_wrap=True)
         for line in self.lines:
-            figures = (str(line.prompts), str(line.tau), str(line.speedup))
+            figures = (str(line.tau), str(line.speedup))
             speeds = (f"{line.plain_tokens_per_second:.1f}", f"{line.tokens_per_second:.1f}")
             counts = (f"{line.equal}/{line.prompts}", f"{line.looped:.0%}")
             table.add_row(line.bench, *figures, *speeds, *counts, style="bold" if line.bench == "all" else None)
