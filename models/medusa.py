@@ -164,11 +164,13 @@ class Medusa(Drafter):
             raise ValueError(
                 f"the tree is {depth} deep and this drafter has {len(self.blocks)} heads; choose a shallower tree"
             )
-        hidden = committed.last_hidden
-        picks = torch.stack(
-            [self.head_logits(k, self.blocks[k](hidden)).topk(ranks).indices for k in range(depth)], dim=1
-        )
-        guessed = self.vocabulary.to_target(picks)[:, [len(path) - 1 for path in paths], [path[-1] for path in paths]]
+        states = torch.stack([self.blocks[k](committed.last_hidden) for k in range(depth)], dim=1)
+        if len(self.lm_heads):
+            logits = torch.stack([self.head_logits(k, states[:, k]) for k in range(depth)], dim=1)
+        else:  # one matrix for all heads: read it once
+            logits = self.head_logits(0, states)
+        picks = self.vocabulary.to_target(logits.topk(ranks).indices)
+        guessed = picks[:, [len(path) - 1 for path in paths], [path[-1] for path in paths]]
         tokens = torch.cat([committed.bonus[:, None], guessed], dim=1)
         parents = torch.tensor(parents_of(paths), device=tokens.device).expand_as(tokens)
         return TokenTree(tokens, parents, torch.ones_like(tokens, dtype=torch.bool))
