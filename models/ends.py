@@ -23,7 +23,6 @@ class Ends:
         self.scale = logit_scale(config)
         self.cap: float | None = getattr(config, "final_logit_softcapping", None)
         self.embedding_scale = embedding_scale(config)
-        self.config = config
 
     @property
     def width(self) -> int:

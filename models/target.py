@@ -152,10 +152,10 @@ class Target:
             blank = torch.zeros(allowed.shape, dtype=self.dtype, device=self.device)
             return blank.masked_fill_(~allowed, torch.finfo(self.dtype).min)[:, None]
 
+        inside = seen if window is None else seen & (distance < window)
         kinds = getattr(self.config, "layer_types", None)
         if kinds is None:
-            return additive(seen if window is None else seen & (distance < window))
-        inside = seen if window is None else seen & (distance < window)
+            return additive(inside)
         return {kind: additive(inside if kind == "sliding_attention" else seen) for kind in set(kinds)}
 
 
