@@ -92,13 +92,17 @@ class Decode:
     prompts: int = 10  # a set, taken evenly over those that fit
     longest: int = 400  # prompt tokens
     tokens: int = 96
-    tree: Any = "auto"  # auto: the drafter's recommended tree; chain; or a list of paths
+    tree: Any = "auto"  # auto: the drafter's recommended tree, else dynamic; chain; dynamic; or a list of paths
     nodes: int = 10  # tree size, root included
-    depth: int = 4
+    depth: int = 4  # of chains and dynamic trees
+    branch: int = 4  # of dynamic trees: nodes that grow at every level, and children of each
     rows: int = 1
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    beside: list[str] = field(
+        default_factory=list
+    )  # other drafters of this target for the same table: conf, folder or Hub name
     out: str | None = None  # null: a folder named by the time, under <out>/measure
 
 

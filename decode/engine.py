@@ -80,6 +80,7 @@ def rounds(
 ) -> Iterator[Round]:
     """Decode up to `limit` tokens after each of `prompts`, `rows` at a time, and yield after every pass of the target."""
     rows = min(rows, len(prompts))
+    target.tap(drafter.taps)
     seats = Seats(target, prompts, limit, budget, sampling, rows)
     state = drafter.begin(rows, seats.cache.capacity)
     clock = Clock(target.device)
@@ -179,7 +180,12 @@ class Seats:
             [self.draws[row] for row in free],
         )
         said = Committed(
-            ids.to(self.target.device), lengths.to(self.target.device), reading.features, reading.hidden, first.bonus
+            ids.to(self.target.device),
+            lengths.to(self.target.device),
+            reading.features,
+            reading.hidden,
+            first.bonus,
+            torch.ones_like(first.bonus, dtype=torch.bool),
         )
         self.committed = (
             said if len(free) == len(self.sitting) else place(self.committed, said, rows.to(self.target.device))
@@ -194,16 +200,17 @@ class Seats:
 
     def keep(self, tree: TokenTree, reading: Reading, accepted: Accepted) -> list[Generation]:
         """Commit the accepted paths to cache and text; return the generations that moved."""
-        empty = torch.tensor([who is None for who in self.sitting])
-        length = accepted.length.masked_fill(empty.to(accepted.length.device), 0)
+        empty = torch.tensor([who is None for who in self.sitting], device=accepted.length.device)
+        length = accepted.length.masked_fill(empty, 0)
         self.cache.keep(accepted.path, length)
         path = accepted.path[..., None]
         self.committed = Committed(
             tree.tokens.gather(1, accepted.path),
-            accepted.length,
+            length,
             reading.features.gather(1, path.expand(-1, -1, reading.features.shape[-1])),
             reading.hidden.gather(1, path.expand(-1, -1, reading.hidden.shape[-1])),
             accepted.bonus,
+            torch.zeros_like(empty),
         )
         guessed, bonus = self.committed.tokens.tolist(), accepted.bonus.tolist()
         deepest = depth_below(tree, accepted).tolist()
@@ -257,4 +264,5 @@ def place(old: Committed, new: Committed, rows: Tensor) -> Committed:
         merged(old.features, new.features),
         merged(old.hidden, new.hidden),
         old.bonus.index_copy(0, rows, new.bonus),
+        old.fresh.index_copy(0, rows, new.fresh),
     )

@@ -2,7 +2,8 @@
 
 import json
 import os
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,50 +15,78 @@ from rich.progress import track
 from conf.schema import Decode, Run
 from decode.accept import Sampling
 from decode.engine import generate
-from decode.opening import find_drafter, open_drafter, open_target, target_folder
+from decode.opening import find_beside, find_drafter, open_drafter, open_target, target_folder
 from decode.prompts import bench_file, bench_prompts
-from decode.report import Report, Sample
+from decode.report import Report, Sample, compare
 from models.drafter import Budget, Drafter, Plain
 from models.shelf import Card, make_folder, read_card, require_target
 from models.source import identify
 from models.tree import chain, ordered_paths
 
 
+@dataclass
+class Arm:
+    """One drafter under measurement."""
+
+    name: str
+    folder: Path
+    card: Card
+    budget: Budget
+
+
 def measure(run: Run) -> Report:
-    """Decode every prompt with the drafter and without, and print and write what it was worth."""
+    """Decode every prompt with the drafter and without, and print and write what it was worth.
+
+    The drafters that `decode.beside` names are measured in the same run, prompt by prompt.
+    """
     console, how = Console(), run.decode
     check(how)
-    folder = find_drafter(run)
-    card = read_card(folder)
-    budget, sampling = budget_for(how, card), Sampling(how.temperature, how.top_k, how.top_p, run.seed)
+    sampling = Sampling(how.temperature, how.top_k, how.top_p, run.seed)
+    arms = [arm_of(run.conf_name, find_drafter(run), how)]
+    arms += [arm_of(Path(name).name, find_beside(name), how) for name in how.beside]
     for name in how.bench:
         bench_file(name)
-    require_target(card, folder, identify(target_folder(run.target), run.target.name, run.target.trust_remote_code))
+    identity = identify(target_folder(run.target), run.target.name, run.target.trust_remote_code)
+    for arm in arms:
+        require_target(arm.card, arm.folder, identity)
     target = open_target(run.target)
-    drafter = open_drafter(folder, card, target)
+    guessers: list[tuple[Drafter, Budget]] = [(Plain(), Budget(nodes=1))]
+    guessers += [(open_drafter(arm.folder, arm.card, target), arm.budget) for arm in arms]
     prompts = bench_prompts(how.bench, target.tokenizer, how.prompts, how.longest)
-    console.print(f"drafter {folder}, target {run.target.name} ({target.identity.fingerprint})")
-    generate(target, drafter, [prompts[how.bench[0]][0]], 8, budget)  # warm up: first calls compile and allocate
+    for arm in arms:
+        console.print(f"{arm.name}: drafter {arm.folder}")
+    console.print(f"target {run.target.name} ({target.identity.fingerprint})")
+    for guesser, budget in guessers:  # warm up: first calls compile and allocate
+        generate(target, guesser, [prompts[how.bench[0]][0]], 8, budget)
     work = [(bench, batch) for bench, asked in prompts.items() for batch in batches(asked, how.rows)]
-    samples = []
-    arms: dict[str, tuple[Drafter, Budget]] = {"drafted": (drafter, budget), "plain": (Plain(), Budget(nodes=1))}
+    samples: list[list[Sample]] = [[] for _ in arms]
     for number, (bench, batch) in enumerate(track(work, "decoding", console=console)):
-        runs = {}
-        for arm in sorted(arms, reverse=number % 2 == 1):  # neither arm always goes first
-            guesser, allowed = arms[arm]
-            runs[arm] = generate(target, guesser, batch, how.tokens, allowed, sampling, how.rows)
-        samples.append(Sample(bench, **runs))
-    report = Report.of(samples, settings(run, folder, target.dtype, budget))
-    report.show(console)
-    out = write(report, run)
-    console.print(f"written to {out}")
-    return report
+        order = range(len(guessers)) if number % 2 else reversed(range(len(guessers)))  # no arm always goes first
+        runs = {
+            at: generate(target, guessers[at][0], batch, how.tokens, guessers[at][1], sampling, how.rows)
+            for at in order
+        }
+        for at, mine in enumerate(samples, start=1):
+            mine.append(Sample(bench, drafted=runs[at], plain=runs[0]))
+    reports = [Report.of(mine, settings(run, arm, target.dtype)) for arm, mine in zip(arms, samples, strict=True)]
+    for report in reports:
+        report.show(console)
+    if len(reports) > 1:
+        compare(console, reports)
+    console.print(f"written to {write(reports, run)}")
+    return reports[0]
+
+
+def arm_of(name: str, folder: Path, how: Decode) -> Arm:
+    """The drafter in `folder`, and what it may propose."""
+    card = read_card(folder)
+    return Arm(name, folder, card, budget_for(how, card))
 
 
 def check(how: Decode) -> None:
     """Raise ValueError for settings with which nothing would be measured."""
     # the first token is no round's, so one token measures nothing
-    least = {"prompts": 1, "longest": 1, "tokens": 2, "nodes": 2, "depth": 1, "rows": 1}
+    least = {"prompts": 1, "longest": 1, "tokens": 2, "nodes": 2, "depth": 1, "rows": 1, "branch": 1}
     for name, value in least.items():
         if getattr(how, name) < value:
             raise ValueError(f"decode.{name}={getattr(how, name)} measures nothing; give at least {value}")
@@ -71,6 +100,8 @@ def batches(prompts: list[list[int]], rows: int) -> list[list[list[int]]]:
 
 def budget_for(how: Decode, card: Card) -> Budget:
     """How much may be proposed: the tree that `decode.tree` names, checked before weights load."""
+    if how.tree == "dynamic" or (how.tree == "auto" and not card.tree):
+        return Budget((), how.nodes, how.depth, how.branch)
     if how.tree == "auto":
         paths = ordered_paths(card.tree)[: how.nodes - 1]
     elif how.tree == "chain":
@@ -78,20 +109,22 @@ def budget_for(how: Decode, card: Card) -> Budget:
     elif how.tree and isinstance(how.tree, list) and all(isinstance(path, list) for path in how.tree):
         paths = ordered_paths(how.tree)
     else:
-        raise ValueError(f"decode.tree={how.tree}; use auto, chain, or a list of paths such as [[0],[1],[0,0]]")
+        raise ValueError(
+            f"decode.tree={how.tree}; use auto, chain, dynamic, or a list of paths such as [[0],[1],[0,0]]"
+        )
     return Budget(tuple(paths), max(how.nodes, len(paths) + 1), how.depth)
 
 
-def settings(run: Run, folder: Path, dtype: torch.dtype, budget: Budget) -> dict[str, Any]:
+def settings(run: Run, arm: Arm, dtype: torch.dtype) -> dict[str, Any]:
     """What the figures were taken with."""
-    how = asdict(run.decode)
+    how, budget = asdict(run.decode), arm.budget
     return {
-        "drafter": run.conf_name,
-        "folder": folder.name,
+        "drafter": arm.name,
+        "folder": arm.folder.name,
         "target": run.target.name,
         "dtype": str(dtype).removeprefix("torch."),
         **{key: how[key] for key in ("tokens", "temperature", "top_k", "top_p", "rows", "longest")},
-        "tree": [list(path) for path in budget.paths],
+        "tree": [list(path) for path in budget.paths] or {"depth": budget.depth, "branch": budget.branch},
         "nodes": len(budget.paths) + 1 if budget.paths else budget.nodes,
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
@@ -100,11 +133,13 @@ def settings(run: Run, folder: Path, dtype: torch.dtype, budget: Budget) -> dict
     }
 
 
-def write(report: Report, run: Run) -> Path:
-    """The report as JSON, in a folder of its own."""
+def write(reports: Sequence[Report], run: Run) -> Path:
+    """The reports as JSON, in a folder of their own: report.json, and one beside it for each drafter beside."""
     out = Path(run.decode.out or Path(run.out, "measure", datetime.now().strftime("%Y-%m-%d_%H-%M-%S")))
     make_folder(out)
-    beside = out / ".report.json.part"
-    beside.write_text(json.dumps(report.to_json(), indent=1))
-    beside.rename(out / "report.json")
+    for number, report in enumerate(reports):
+        name = f"report_{report.settings['drafter']}.json" if number else "report.json"
+        beside = out / f".{name}.part"
+        beside.write_text(json.dumps(report.to_json(), indent=1))
+        beside.rename(out / name)
     return out / "report.json"

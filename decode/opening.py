@@ -9,7 +9,8 @@ from conf import packaged
 from conf.schema import Run
 from conf.schema import Target as TargetConf
 from models.drafter import Drafter
-from models.shelf import Card, load_drafter, require_target
+from models.packed import packs
+from models.shelf import CARD, Card, load_drafter, require_target
 from models.source import from_hub, from_random, from_wheel
 from models.target import Target, load_target
 
@@ -47,20 +48,30 @@ def _quantized(bits: str) -> Any:
 
 def find_drafter(run: Run) -> Path:
     """The folder of the run's drafter: the one `trained` names, else what the run trained, else the one that ships."""
-    shipped = packaged(f"pkg://models/shipped/{run.conf_name}")
     if run.trained:
         return from_hub(run.trained, kind="drafter")
-    for folder in (Path(run.out), shipped):
-        if (folder / "drafter.yaml").exists():
-            return folder
+    if found := trained_by(run.conf_name, Path(run.out)):
+        return found
     raise ValueError(
         f"there is no trained drafter in {run.out}; train one with `python -m train conf={run.conf_name}`, or name one with trained=<folder or Hub name>"
     )
+
+
+def find_beside(name: str) -> Path:
+    """The folder of another drafter: what the conf `name` trained or ships, else the folder or Hub name."""
+    return trained_by(name, Path("outputs", name)) or from_hub(name, kind="drafter")
+
+
+def trained_by(conf: str, out: Path) -> Path | None:
+    """What the experiment `conf` left in `out`, else the drafter that ships for it."""
+    folders = (out, packaged(f"pkg://models/shipped/{conf}"))
+    return next((folder for folder in folders if (folder / CARD).exists()), None)
 
 
 def open_drafter(folder: Path, card: Card, target: Target) -> Drafter:
     """The drafter in `folder`, checked against the target it is to draft for."""
     require_target(card, folder, target.identity)
     drafter = load_drafter(folder, card, target.ends, target.dtype)
-    target.tap(tuple(card.taps))
+    if packs(target.device, target.dtype):
+        drafter.ready()
     return drafter

@@ -111,6 +111,23 @@ class Report:
         console.print(f"ms of a plain one  {self.plain_round_ms:.1f}")
 
 
+def compare(console: Console, reports: Sequence[Report]) -> None:
+    """Print one table of plain decoding and every drafter, all measured prompt by prompt in one run."""
+    benches = [line.bench for line in reports[0].lines]
+    table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for heading in (*(f"tau\n{bench}" for bench in benches), "speed-up", "tok/s", "equal"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    plain = f"{reports[0].lines[-1].plain_tokens_per_second:.1f}"
+    table.add_row("plain", *("1.00" for _ in benches), "1.00", plain, "")
+    for report in reports:
+        last = report.lines[-1]
+        taus = (f"{line.tau.value:.2f}" for line in report.lines)
+        figures = (str(last.speedup), f"{last.tokens_per_second:.1f}", f"{last.equal}/{last.prompts}")
+        table.add_row(report.settings["drafter"], *taus, *figures)
+    console.print(table)
+
+
 def line_of(bench: str, samples: Sequence[Sample]) -> Line:
     """The figures of `samples`."""
     return Line(

@@ -3,12 +3,14 @@
 B rows, T positions, N tree nodes, P path nodes, D width, L taps, K depths, V vocabulary.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from models.packed import pack
 from models.tree import TokenTree
 
 
@@ -38,10 +40,11 @@ class Committed:
     """Tokens the target has read since the last proposal, and its own token after them."""
 
     tokens: Tensor  # [B, P] right-padded: the prompt at first, then each accepted path
-    length: Tensor  # [B] how many of them count
+    length: Tensor  # [B] how many of them count; 0 where nobody sits in the row
     features: Tensor  # [B, P, L*D]
     hidden: Tensor  # [B, P, D]
     bonus: Tensor  # [B] said by the target but not yet read: the root of the next tree
+    fresh: Tensor  # [B] the tokens are a prompt: whatever a drafter remembers of the row is somebody else's
 
     @property
     def last_hidden(self) -> Tensor:
@@ -66,7 +69,7 @@ class Budget:
     paths: tuple[tuple[int, ...], ...] = ()  # a static tree as ranks per depth; empty: the drafter's own way
     nodes: int = 10  # tree size, root included
     depth: int = 4
-    top_k: int = 4
+    branch: int = 4  # in a dynamic tree: nodes that grow at every level, and children of each
 
 
 class Drafter(nn.Module):
@@ -89,6 +92,10 @@ class Drafter(nn.Module):
         """[P, K] what a static tree is chosen from: at which rank each depth had the target's token, -1 beyond `width`."""
         return None
 
+    def ready(self) -> None:
+        """Called once before decoding, where packed weights pay: on a CPU."""
+        pack(self)
+
     def begin(self, rows: int, capacity: int) -> Any:
         """The drafter's own memory of `rows` sequences of up to `capacity` tokens, or None."""
         return None
@@ -96,6 +103,24 @@ class Drafter(nn.Module):
     def propose(self, committed: Committed, state: Any, budget: Budget) -> TokenTree:
         """Guess what follows the bonus token of every row."""
         raise NotImplementedError
+
+
+def ahead(values: Tensor, steps: int) -> Tensor:
+    """`values` [B, T] read `steps` positions later; beyond the end there is nothing: false, or token 0."""
+    blank = values.new_zeros(len(values), min(steps, values.shape[1]))
+    return torch.cat([values[:, steps:], blank], dim=1)
+
+
+def asked(loss_mask: Tensor, document: Tensor, depths: int) -> Iterator[Tensor]:
+    """For each depth k = 1, 2, ... [B, T] where a guess at token t + 1 + k teaches.
+
+    Token t + 1 is the bonus token that a round starts from; the target says all of tokens t + 1 to t + 1 + k in one
+    turn of one document, so every depth's positions are among those of the depth before.
+    """
+    run = ahead(loss_mask, 1)
+    for k in range(1, depths + 1):
+        run = run & ahead(loss_mask, k + 1) & (ahead(document + 1, k + 1) == document + 1)
+        yield run
 
 
 class Plain(Drafter):

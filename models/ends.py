@@ -20,6 +20,7 @@ class Ends:
 
     def __init__(self, embedding: Tensor, head: Tensor, bias: Tensor | None, config: PretrainedConfig):
         self.embedding, self.head, self.bias = embedding, head, bias
+        self.config = config
         self.scale = logit_scale(config)
         self.cap: float | None = getattr(config, "final_logit_softcapping", None)
         self.embedding_scale = embedding_scale(config)

@@ -3,28 +3,20 @@
 B rows, T positions, D width, V vocabulary, K heads, R supervised positions or ranks.
 """
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from models.drafter import Budget, Committed, Drafter, FeatureBatch, Loss
+from models.drafter import Budget, Committed, Drafter, FeatureBatch, Loss, asked
 from models.ends import Ends
-from models.losses import hard_loss, overlap, soft_loss
-from models.tree import TokenTree, chain, parents_of
+from models.growth import grow_dynamic
+from models.losses import Teacher, hard_loss, overlap, soft_loss, summed
+from models.packed import PackedLinear
+from models.tree import TokenTree, parents_of, rank_of
 from models.vocabulary import DraftVocabulary
-
-CHUNK = 4096  # positions whose logits exist at the same time
-
-
-class Lesson(NamedTuple):
-    """What one head is asked on one batch."""
-
-    hidden: Tensor  # [R, D] the states it reads
-    token: Tensor  # [R] what the target said there
-    teacher: Tensor  # [R, D] the states from which the target said it
 
 
 class Residual(nn.Module):
@@ -80,11 +72,21 @@ class Medusa(Drafter):
         self._from_target()
 
     def _from_target(self) -> None:
-        """Start own output matrices from the target's; forget the shared one's copy, whose rows may have changed."""
-        self._shared: Tensor | None = None
+        """Start own output matrices from the target's; forget the shared product, whose rows may have changed."""
+        self._shared: Callable[[Tensor], Tensor] | None = None
         for own in self.lm_heads:
             assert isinstance(own, nn.Linear)
             own.weight.data.copy_(self.vocabulary.rows(self.ends.head))
+
+    def ready(self) -> None:
+        super().ready()
+        if not len(self.lm_heads):
+            self._shared = PackedLinear(*self._target_rows()).forward  # no submodule, or it would be saved
+
+    def _target_rows(self) -> tuple[Tensor, Tensor | None]:
+        """The target's output matrix [V, D] and bias [V], as far as they are drafted."""
+        bias = self.ends.bias
+        return self.vocabulary.rows(self.ends.head), None if bias is None else self.vocabulary.rows(bias)
 
     def head_logits(self, head: int, hidden: Tensor) -> Tensor:
         """Logits [..., V] of `head` from its own states [..., D]."""
@@ -92,91 +94,81 @@ class Medusa(Drafter):
             return self.ends.finish(self.lm_heads[head](hidden))
         if self._shared is None:
             with torch.inference_mode(False):  # one made while decoding could not teach
-                self._shared = self.vocabulary.rows(self.ends.head).detach()  # not a parameter, or it would be saved
-        return self.ends.finish(nn.functional.linear(hidden.to(self._shared.dtype), self._shared))
+                weight, bias = self._target_rows()
+                self._shared = partial(nn.functional.linear, weight=weight.detach(), bias=bias)
+        return self.ends.finish(self._shared(hidden.to(self.ends.head.dtype)))
 
     def counts(self, loss_mask: Tensor, document: Tensor) -> Tensor:
         """[K] positions at which each head is asked."""
-        return torch.stack([asked.sum() for asked in self._asked(loss_mask, document)])
-
-    def _asked(self, loss_mask: Tensor, document: Tensor) -> Iterator[Tensor]:
-        """For each head, [B, T] where it is asked: the target says all of tokens t + 1 to t + 1 + k in one turn."""
-        run = _ahead(loss_mask, 1)
-        for k in range(1, len(self.blocks) + 1):
-            run = run & _ahead(loss_mask, k + 1) & (_ahead(document, k + 1) == document)
-            yield run
-
-    def lessons(self, batch: FeatureBatch) -> Iterator[Lesson]:
-        """What each head is asked on `batch`."""
-        for k, asked in enumerate(self._asked(batch.loss_mask, batch.document), start=1):
-            row, at = asked.nonzero(as_tuple=True)
-            hidden, teacher = batch.last_hidden[row, at], batch.last_hidden[row, at + k]
-            yield Lesson(hidden.to(next(self.parameters()).dtype), batch.input_ids[row, at + k + 1], teacher)
+        return torch.stack([where.sum() for where in asked(loss_mask, document, len(self.blocks))])
 
     def training_loss(self, batch: FeatureBatch) -> Loss:
         """Each head against what the target said, or would have said, one token further than the head before it."""
-        total = batch.last_hidden.new_zeros((), dtype=torch.float32)
-        table: list[Tensor] = []
-        for k, lesson in enumerate(self.lessons(batch)):
-            sums = [total.new_zeros(()), total.new_zeros(()), total.new_zeros(())]
-            for part in zip(*(values.split(CHUNK) for values in lesson), strict=True):
-                graded = (
-                    checkpoint(self._grade, k, *part, use_reentrant=False)
-                    if len(lesson.token) > CHUNK
-                    else self._grade(k, *part)
-                )
-                sums = [have + new for have, new in zip(sums, graded, strict=True)]
-            total = total + self.decay ** (k + 1) * sums[0]
-            table.append(torch.stack([total.new_tensor(float(len(lesson.token))), sums[1].detach(), sums[2].detach()]))
-        seen, hits, shared = torch.stack(table, dim=1)
-        return Loss(total, seen[0], seen, hits, shared)
+        where = torch.stack(list(asked(batch.loss_mask, batch.document, len(self.blocks))))
+        row, at = where[0].nonzero(as_tuple=True)
+        sums = summed(partial(self._grade, batch, where), row, at + 1)
+        seen = where.sum((1, 2)).float()
+        weights = self.decay ** torch.arange(1, len(seen) + 1, device=seen.device)
+        return Loss((weights * sums[0]).sum(), seen[0], seen, *sums[1:].detach())
 
-    def _grade(self, head: int, hidden: Tensor, token: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, hits and overlap of one head, summed over positions; the overlap is measured only in evaluation."""
-        draft_logits = self.head_logits(head, self.blocks[head](hidden))
-        label = self.vocabulary.to_draft(token)
+    def _grade(self, batch: FeatureBatch, where: Tensor, row: Tensor, at: Tensor) -> Tensor:
+        """[3, K] loss, hits and overlap of every head where the teacher speaks from the states at `row`, `at` [R].
+
+        Head k read the state k positions earlier, so one teacher serves all heads. The overlap is measured only in
+        evaluation.
+        """
+        speaking = batch.last_hidden[row, at]
+        sums = []
+        teacher = None if self.training else Teacher.of(self.ends, speaking, self.draft_ids)
         if self.teacher == "target":
-            loss = soft_loss(draft_logits, self.ends.logits(teacher.to(self.ends.head.dtype), self.draft_ids))
-        else:
-            loss = hard_loss(draft_logits, label)
-        hits = (draft_logits.argmax(-1) == label).sum().float()
-        if self.training:
-            return loss, hits, torch.zeros_like(hits)
-        return loss, hits, overlap(draft_logits, self.ends.logits(teacher.to(self.ends.head.dtype)), self.draft_ids)
+            target_logits = self.ends.logits(speaking.to(self.ends.head.dtype), self.draft_ids)
+        for k, block in enumerate(self.blocks, start=1):
+            mine = (at >= k) & where[k - 1, row, at - k]
+            hidden = batch.last_hidden[row[mine], at[mine] - k].to(next(self.parameters()).dtype)
+            draft_logits = self.head_logits(k - 1, block(hidden))
+            label = self.vocabulary.to_draft(batch.input_ids[row[mine], at[mine] + 1])
+            soft = self.teacher == "target"
+            loss = soft_loss(draft_logits, target_logits[mine]) if soft else hard_loss(draft_logits, label)
+            hits = (draft_logits.argmax(-1) == label).sum()
+            shared = torch.zeros_like(loss) if teacher is None else overlap(draft_logits, teacher.at(mine))
+            sums.append(torch.stack([loss, hits.float(), shared]))
+        return torch.stack(sums, dim=1)
 
     @torch.no_grad()
     def ranks(self, batch: FeatureBatch, width: int) -> Tensor:
         """[R, K] the rank at which each head had what the target said, -1 beyond its `width` first picks."""
-        asked = list(self._asked(batch.loss_mask, batch.document))
-        table = torch.full((*batch.input_ids.shape, len(asked)), -1, device=batch.input_ids.device)
-        for k, (where, lesson) in enumerate(zip(asked, self.lessons(batch), strict=True)):
-            picks = self.head_logits(k, self.blocks[k](lesson.hidden)).topk(min(width, self.vocabulary.size)).indices
-            right = picks == self.vocabulary.to_draft(lesson.token)[:, None]
-            table[..., k][where] = torch.where(right.any(-1), right.int().argmax(-1), -1)
-        return table[asked[0]]
+        where = list(asked(batch.loss_mask, batch.document, len(self.blocks)))
+        table = torch.full((*batch.input_ids.shape, len(where)), -1, device=batch.input_ids.device)
+        for k, (here, block) in enumerate(zip(where, self.blocks, strict=True), start=1):
+            row, at = here.nonzero(as_tuple=True)
+            hidden = batch.last_hidden[row, at].to(next(self.parameters()).dtype)
+            label = self.vocabulary.to_draft(batch.input_ids[row, at + k + 1])
+            table[row, at, k - 1] = rank_of(label, self.head_logits(k - 1, block(hidden)), width)
+        return table[where[0]]
 
     @torch.inference_mode()
     def propose(self, committed: Committed, state: Any, budget: Budget) -> TokenTree:
-        """A static tree filled with the heads' top picks; siblings under different parents share tokens."""
-        paths = budget.paths or tuple(chain(len(self.blocks)))
-        depth, ranks = max(map(len, paths)), max(map(max, paths)) + 1
+        """A tree filled with the heads' top picks; siblings under different parents share tokens."""
+        paths = budget.paths
+        depth = max(map(len, paths)) if paths else min(budget.depth, len(self.blocks))
         if depth > len(self.blocks):
             raise ValueError(
                 f"the tree is {depth} deep and this drafter has {len(self.blocks)} heads; choose a shallower tree"
             )
-        states = torch.stack([self.blocks[k](committed.last_hidden) for k in range(depth)], dim=1)
-        if len(self.lm_heads):
-            logits = torch.stack([self.head_logits(k, states[:, k]) for k in range(depth)], dim=1)
-        else:  # one matrix for all heads: read it once
-            logits = self.head_logits(0, states)
-        picks = self.vocabulary.to_target(logits.topk(ranks).indices)
+        logits = self._guesses(committed.last_hidden, depth)
+        if not paths:
+            levels = iter(logits.float().log_softmax(-1).unbind(1))
+            ask = lambda tokens, _: next(levels)[:, None].expand(-1, tokens.shape[1], -1)  # noqa: E731
+            return grow_dynamic(committed.bonus, ask, self.vocabulary.to_target, depth, budget.branch, budget.nodes)
+        picks = self.vocabulary.to_target(logits.topk(max(map(max, paths)) + 1).indices)
         guessed = picks[:, [len(path) - 1 for path in paths], [path[-1] for path in paths]]
         tokens = torch.cat([committed.bonus[:, None], guessed], dim=1)
         parents = torch.tensor(parents_of(paths), device=tokens.device).expand_as(tokens)
         return TokenTree(tokens, parents, torch.ones_like(tokens, dtype=torch.bool))
 
-
-def _ahead(values: Tensor, steps: int) -> Tensor:
-    """`values` [B, T] read `steps` positions later; beyond the end there is nothing."""
-    blank = values.new_zeros((), dtype=values.dtype) if values.dtype == torch.bool else values.new_tensor(-1)
-    return torch.cat([values[:, steps:], blank.expand(len(values), min(steps, values.shape[1]))], dim=1)
+    def _guesses(self, hidden: Tensor, depth: int) -> Tensor:
+        """Logits [B, depth, V] of the first `depth` heads on final states [B, D]."""
+        states = [block(hidden) for block in self.blocks[:depth]]
+        if len(self.lm_heads):
+            return torch.stack([self.head_logits(k, state) for k, state in enumerate(states)], dim=1)
+        return self.head_logits(0, torch.stack(states, dim=1))  # one matrix for all heads: read it once

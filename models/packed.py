@@ -11,12 +11,12 @@ ROWS = 8  # the number of rows the layout is chosen for: a small tree
 
 
 class PackedLinear(nn.Module):
-    """What `linear` computes, from a packed copy of its weight."""
+    """What a linear layer computes, from a packed copy of its weight [out, in]."""
 
-    def __init__(self, linear: nn.Linear):
+    def __init__(self, weight: Tensor, bias: Tensor | None):
         super().__init__()
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
-        self.bias = linear.bias
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
+        self.bias = bias
 
     def forward(self, states: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(states, self.packed, self.bias, "none", [], "")
@@ -33,6 +33,6 @@ def pack(module: nn.Module) -> None:
     """Replace every linear layer under `module` by its packed twin."""
     for name, child in module.named_children():
         if type(child) is nn.Linear:
-            setattr(module, name, PackedLinear(child))
+            setattr(module, name, PackedLinear(child.weight, child.bias))
         else:
             pack(child)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from models.drafter import Drafter
 from models.ends import Ends
 from models.source import Identity
+from models.vocabulary import DraftVocabulary
 
 SCHEMA = 1
 CARD, WEIGHTS = "drafter.yaml", "model.safetensors"
@@ -114,6 +115,10 @@ def family_class(family: str, knobs: Iterable[str]) -> type[Drafter]:
 def load_drafter(folder: Path, card: Card, ends: Ends, dtype: torch.dtype) -> Drafter:
     """The drafter in `folder` on the target's ends, for decoding; every missing, extra or misshapen tensor is named."""
     drafter = family_class(card.family, card.knobs)(ends, **card.knobs)
+    if list(drafter.taps) != card.taps:
+        raise ValueError(
+            f"{folder / CARD} lists taps {card.taps} and its knobs mean {list(drafter.taps)}; the two must be the same, in ascending order"
+        )
     load_weights(drafter, folder / WEIGHTS)
     return drafter.to(device=ends.head.device, dtype=dtype).eval().requires_grad_(False)
 
@@ -141,6 +146,12 @@ def load_weights(drafter: Drafter, file: Path) -> None:
     if wrong:
         raise ValueError(f"{file} does not fit its {CARD}: {'; '.join(sorted(wrong))}")
     drafter.load_state_dict(tensors)
+    for part in drafter.modules():
+        if isinstance(part, DraftVocabulary):
+            try:
+                part.check()
+            except ValueError as error:
+                raise ValueError(f"{file}: {error}") from None
 
 
 def make_folder(folder: Path) -> None:

@@ -50,7 +50,7 @@ class Target:
         self.product: Callable[[Tensor], Tensor] = model.get_output_embeddings()
         if packs(self.device, self.dtype):
             pack(self.body)
-            self.product = PackedLinear(model.get_output_embeddings())
+            self.product = PackedLinear(self.ends.head, self.ends.bias)
         probe(self)
 
     @property

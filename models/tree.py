@@ -88,3 +88,9 @@ def best_tree(ranks: Tensor, nodes: int) -> list[Path]:
         worth.update(right[:length] for length in range(1, len(right) + 1))
     best = sorted(worth, key=lambda path: (-worth[path], len(path), path)) or chain(ranks.shape[1])
     return ordered_paths(best[: nodes - 1])
+
+
+def rank_of(label: Tensor, logits: Tensor, width: int) -> Tensor:
+    """[R] the rank of `label` [R] among the `width` first picks of `logits` [R, V], -1 where it is not among them."""
+    right = logits.topk(min(width, logits.shape[-1])).indices == label[:, None]
+    return torch.where(right.any(-1), right.int().argmax(-1), -1)

@@ -9,10 +9,12 @@ OUTSIDE = -100  # a token outside the draft vocabulary: it teaches nothing and c
 class DraftVocabulary(nn.Module):
     """`size` of the target's `whole` tokens, or all of them where size is None.
 
-    d2t holds offsets, as EAGLE-3 and its servers read them: target id = draft id + d2t[draft id], ascending.
+    Saved as EAGLE-3 and its servers read it: d2t [size] holds offsets, target id = draft id + d2t[draft id], ascending;
+    t2d [whole] marks the tokens that are in it.
     """
 
     d2t: Tensor
+    t2d: Tensor
 
     def __init__(self, size: int | None, whole: int):
         super().__init__()
@@ -21,6 +23,7 @@ class DraftVocabulary(nn.Module):
         self.whole, self.reduced = whole, size is not None
         if size is not None:
             self.register_buffer("d2t", torch.zeros(size, dtype=torch.long))
+            self.register_buffer("t2d", torch.arange(whole) < size)
 
     @property
     def size(self) -> int:
@@ -36,9 +39,34 @@ class DraftVocabulary(nn.Module):
         if self.reduced:
             chosen = counts.argsort(descending=True, stable=True)[: self.size].sort().values
             self.d2t.copy_(chosen - torch.arange(self.size))
+            self.t2d.zero_()[chosen] = True
+
+    def check(self) -> None:
+        """Raise ValueError where d2t and t2d, as they were loaded, name no part of the target's vocabulary."""
+        if (ids := self.ids) is None:
+            return
+        marked, inside = int(self.t2d.sum()), bool(((ids >= 0) & (ids < self.whole)).all())
+        why = None
+        if not (inside and bool(self.t2d[ids].all())) and self._marks(self.d2t):
+            why = "d2t holds the target's token ids instead of offsets, token id - draft id"
+        elif not inside:
+            why = f"d2t leads out of range: {int(ids.min())} to {int(ids.max())} of {self.whole} tokens"
+        elif bool((ids[1:] <= ids[:-1]).any()):
+            why = "d2t is not sorted: the target's ids must ascend with the draft's"
+        elif marked != self.size:
+            why = f"t2d marks {marked} tokens and d2t lists {self.size}"
+        elif not bool(self.t2d[ids].all()):
+            why = f"t2d does not mark token {int(ids[~self.t2d[ids]][0])}, which d2t lists"
+        if why:
+            raise ValueError(f"{why}; download or train the drafter again")
+
+    def _marks(self, tokens: Tensor) -> bool:
+        """Whether t2d marks all of `tokens`, in ascending order."""
+        ascending = bool((tokens[1:] > tokens[:-1]).all()) and int(tokens[0]) >= 0 and int(tokens[-1]) < self.whole
+        return ascending and bool(self.t2d[tokens].all())
 
     def rows(self, head: Tensor) -> Tensor:
-        """The rows of the target's head [all tokens, D] that belong to this vocabulary."""
+        """The rows of the target's head [all tokens, ...] that belong to this vocabulary."""
         return head if (ids := self.ids) is None else head[ids.to(head.device)]
 
     def to_draft(self, tokens: Tensor) -> Tensor:

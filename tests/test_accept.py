@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from decode.accept import Accepted, Draw, Sampling, accept, accept_greedy, accept_sampled
+from models.growth import grow_dynamic
 from models.tree import Path, TokenTree, ordered_paths, parents_of
 from reference import greedy_by_walking, outcomes, probs_by_hand
 
@@ -65,6 +66,19 @@ def ragged(text: Text, paths: list[Path], draw: Draw) -> TokenTree:
     tree.valid[0, [leaf, inner]] = False
     tree.tokens[0, inner] = int(table("target", text).argmax())
     return tree
+
+
+def dynamic(text: Text, paths: list[Path], draw: Draw) -> TokenTree:
+    """The drafter's most probable branches, as many as `paths` has, whatever their shape."""
+    grown: list[Text] = []
+
+    def ask(tokens: Tensor, places: Tensor) -> Tensor:
+        above = list(grown)
+        pairs = zip(tokens[0].tolist(), places[0].tolist(), strict=True)
+        grown[:] = [(*above[place], token) for token, place in pairs] if above else [text]
+        return torch.stack([draft_probs(each) for each in grown])[None].log()
+
+    return grow_dynamic(torch.tensor([text[-1]]), ask, lambda ids: ids, depth=3, branch=2, nodes=len(paths) + 1)
 
 
 def sampled(text: Text, paths: list[Path], draw: Draw) -> TokenTree:
@@ -170,7 +184,7 @@ SAMPLINGS = [Sampling(1.0), Sampling(1.3, top_k=3), Sampling(1.0, top_p=0.7), Sa
 
 @pytest.mark.exact
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-@pytest.mark.parametrize("propose", [top_picks, doubled, ragged])
+@pytest.mark.parametrize("propose", [top_picks, doubled, ragged, dynamic])
 def test_certain_proposals_leave_the_law_of_the_text_alone(
     propose: Callable[[Text, list[Path], Draw], TokenTree], sampling: Sampling
 ) -> None:

@@ -5,8 +5,11 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
-from models.losses import hard_loss, overlap, soft_loss
+import models.losses
+from models.ends import Ends
+from models.losses import Teacher, hard_loss, overlap, soft_loss
 from models.vocabulary import OUTSIDE
 
 IDS = torch.tensor([1, 2, 5, 8])  # of ten tokens
@@ -14,6 +17,12 @@ IDS = torch.tensor([1, 2, 5, 8])  # of ten tokens
 
 def logits(rows: int, vocabulary: int, seed: int) -> Tensor:
     return 2 * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed))
+
+
+def teacher(target: Tensor, ids: Tensor | None) -> Teacher:
+    """The teacher whose logits are `target`: its head passes them through."""
+    through = torch.eye(target.shape[1])
+    return Teacher.of(Ends(through, through, None, LlamaConfig()), target, ids)
 
 
 def probs(row: Tensor) -> list[float]:
@@ -64,9 +73,24 @@ def test_overlap_is_what_both_distributions_share(ids):
         for row in range(6)
         for place, token in enumerate(reach)
     )
-    assert overlap(draft, target, ids).item() == pytest.approx(wanted, rel=1e-5)
+    assert overlap(draft, teacher(target, ids)).item() == pytest.approx(wanted, rel=1e-5)
     if ids is None:
-        assert overlap(target, target, None).item() == pytest.approx(6.0, rel=1e-5)
+        assert overlap(target, teacher(target, None)).item() == pytest.approx(6.0, rel=1e-5)
+
+
+@pytest.mark.parametrize("ids", [None, IDS])
+@pytest.mark.parametrize("chunk", [4096, 4])
+def test_a_teacher_is_the_targets_distribution_seen_through_the_draft_vocabulary(ids, chunk, monkeypatch):
+    monkeypatch.setattr(models.losses, "CHUNK", chunk)
+    target = logits(6, 10, 1)
+    reach = range(10) if ids is None else ids.tolist()
+    taught = teacher(target, ids)
+    for row in range(6):
+        whole = [probs(target[row])[token] for token in reach]
+        assert taught.reach[row].item() == pytest.approx(sum(whole), rel=1e-5)
+        assert taught.log_probs[row].exp().tolist() == pytest.approx([one / sum(whole) for one in whole], rel=1e-5)
+        assert taught.inside[row].item() == (int(target[row].argmax()) in reach)
+    assert ids is None or 0 < taught.inside.sum() < 6
 
 
 @pytest.mark.parametrize(

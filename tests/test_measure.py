@@ -12,7 +12,7 @@ import torch
 
 from conf.schema import Decode
 from decode.engine import Generation, Run, generate
-from decode.measure import budget_for, measure, settings
+from decode.measure import Arm, budget_for, measure, settings
 from decode.opening import find_drafter, open_drafter, open_target
 from decode.prompts import bench_prompts, questions
 from decode.report import Report, Sample, alpha_by_depth, bootstrap, looped, speedup, tau
@@ -104,7 +104,7 @@ def test_a_drafter_of_another_target_is_refused_before_weights_load(loop, monkey
 REFUSED = [
     ("bench", ["nope"], "there is no benchmark 'nope'; use gsm8k, humaneval, mt_bench, tiny, or the path"),
     ("bench", [], "decode.bench is empty"),
-    ("tree", "bush", "decode.tree=bush; use auto, chain, or a list of paths such as [[0],"),
+    ("tree", "bush", "decode.tree=bush; use auto, chain, dynamic, or a list of paths such as [[0],"),
     ("tree", [], "decode.tree=[]; use auto"),
     ("tree", [0, 1], "decode.tree=[0, 1]; use auto"),
     ("tree", [[0], [1, 0]], "the tree lists [1, 0] without its parent [1]"),
@@ -140,10 +140,32 @@ def test_the_budget_is_what_decode_tree_names():
     assert budget_for(Decode(tree=[[0, 0], [0]], nodes=2), card) == Budget(((0,), (0, 0)), 3, 4)
 
 
-def test_a_drafter_of_its_own_way_is_said_to_have_used_its_budget(loop):
+def test_the_settings_say_which_tree_was_measured(loop):
     run = composed(*EXACT)
-    assert settings(run, loop.out, torch.float32, Budget((), 7, 4))["nodes"] == 7
-    assert settings(run, loop.out, torch.float32, Budget(tuple(chain(2)), 7, 4))["nodes"] == 3
+    card = Card("", {}, {}, [])
+    told = [
+        settings(run, Arm("x", loop.out, card, budget), torch.float32)
+        for budget in (Budget((), 7, 4, 3), Budget(tuple(chain(2)), 7, 4))
+    ]
+    assert [(one["nodes"], one["tree"]) for one in told] == [(7, {"depth": 4, "branch": 3}), (3, [[0], [0, 0]])]
+
+
+def test_a_drafter_that_recommends_no_tree_grows_its_own():
+    own, other = Card("", {}, {}, []), Card("", {}, {}, [], [[0], [1]])
+    for card, tree in ((own, "auto"), (own, "dynamic"), (other, "dynamic")):
+        assert budget_for(Decode(tree=tree, nodes=7, depth=3, branch=2), card) == Budget((), 7, 3, 2)
+
+
+def test_drafters_side_by_side_are_measured_in_one_table(loop, tmp_path, capsys):
+    measure(composed(*EXACT, f"trained={loop.out}", f"decode.beside=[{loop.out}]", f"decode.out={tmp_path}/here"))
+    first, second = (json.loads((tmp_path / "here" / f"report{name}.json").read_text()) for name in ("", "_out"))
+    assert first["settings"]["drafter"] == "tiny"
+    assert second["settings"]["drafter"] == "out"
+    for ours, theirs in zip(first["lines"], second["lines"], strict=True):
+        same = ("tokens", "rounds", "tau", "equal", "plain_tokens_per_second")  # one plain arm for both
+        assert {key: ours[key] for key in same} == {key: theirs[key] for key in same}
+    table = capsys.readouterr().out.split("equal")[-1]
+    assert re.findall(r"^ *(plain|tiny|out) ", table, re.MULTILINE) == ["plain", "tiny", "out"]
 
 
 @pytest.mark.parametrize("there", [[], ["shipped"], ["out"], ["out", "shipped"], ["named", "out", "shipped"]])

@@ -1,5 +1,6 @@
 """Medusa heads: head k at t is asked about token t + 1 + k, of one turn, and about nothing else."""
 
+import itertools
 from typing import NamedTuple
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-import models.medusa
+import models.losses
 from models.drafter import Budget, Committed, FeatureBatch
 from models.ends import Ends
 from models.medusa import Medusa, Residual
@@ -145,15 +146,6 @@ def test_the_loss_is_that_of_every_question_asked_one_by_one(knobs):
         torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-4, msg=name)
 
 
-def test_lessons_are_the_states_and_tokens_of_every_question():
-    given = batch()
-    for head, lesson in enumerate(medusa().lessons(given), start=1):
-        questions = asked_by_hand(given, head)
-        assert lesson.token.tolist() == [question.label for question in questions]
-        assert torch.equal(lesson.hidden, torch.stack([given.last_hidden[row, at] for row, at, *_ in questions]))
-        assert torch.equal(lesson.teacher, torch.stack([given.last_hidden[row, there] for row, *_, there in questions]))
-
-
 @every_kind
 def test_what_is_not_asked_about_takes_no_part(knobs):
     drafter, given = medusa(**knobs), batch()
@@ -188,7 +180,7 @@ def test_a_batch_without_questions_has_a_loss_of_nothing_and_finite_gradients(ro
 def test_loss_in_chunks_is_the_loss_in_one(knobs, monkeypatch):
     made = []
     for chunk in (4096, 4):
-        monkeypatch.setattr(models.medusa, "CHUNK", chunk)
+        monkeypatch.setattr(models.losses, "CHUNK", chunk)
         drafter = medusa(**knobs)
         loss = drafter.training_loss(batch())
         loss.total.backward()
@@ -198,7 +190,7 @@ def test_loss_in_chunks_is_the_loss_in_one(knobs, monkeypatch):
 
 
 def test_in_chunks_few_logits_exist_at_a_time(monkeypatch):
-    monkeypatch.setattr(models.medusa, "CHUNK", 4)
+    monkeypatch.setattr(models.losses, "CHUNK", 4)
     drafter = medusa()
     rows = []
     graded = drafter.head_logits
@@ -245,7 +237,7 @@ def test_a_shared_head_is_neither_trained_nor_saved(vocabulary):
     names = [f"blocks.{k}.0.linear.{part}" for k in range(2) for part in ("weight", "bias")]
     drafter.training_loss(batch()).total.backward()
     assert [name for name, _ in drafter.named_parameters()] == names
-    assert set(drafter.state_dict()) == {*names, *(["vocabulary.d2t"] if vocabulary else [])}
+    assert set(drafter.state_dict()) == {*names, *(["vocabulary.d2t", "vocabulary.t2d"] if vocabulary else [])}
     assert shared.head.grad is None
 
 
@@ -285,6 +277,7 @@ def said(hidden: Tensor, length: list[int], bonus: list[int]) -> Committed:
         torch.empty(rows, width, 0),
         hidden,
         torch.tensor(bonus),
+        torch.zeros(rows, dtype=torch.bool),
     )
 
 
@@ -307,9 +300,24 @@ def test_a_proposal_holds_the_ranks_of_its_paths(knobs):
         assert tree.tokens[row].tolist() == wanted
 
 
-def test_without_a_tree_the_proposal_is_a_chain_of_all_heads():
-    tree = medusa().propose(said(torch.randn(1, 1, D), [1], [4]), None, Budget())
-    assert tree.parents.tolist() == [list(range(-1, K))]
+def test_without_a_tree_the_proposal_is_a_dynamic_one_of_the_heads_probabilities():
+    drafter = medusa().eval()
+    hidden = torch.randn(1, 1, D)
+    tree = drafter.propose(said(hidden, [1], [4]), None, Budget(nodes=6, depth=9, branch=4))
+    likely = [draft_by_hand(drafter, head, hidden[0, 0]).log_softmax(-1) for head in range(1, K + 1)]
+    worth = {}
+    for depth in range(1, K + 1):
+        for path in itertools.product(range(4), repeat=depth):
+            places = [int(likely[k].argsort(descending=True)[rank]) for k, rank in enumerate(path)]
+            worth[tuple(places)] = sum(likely[k][place].item() for k, place in enumerate(places))
+    best = sorted(worth, key=lambda path: -worth[path])[:5]
+    found = set()
+    for node in range(1, 6):
+        path, above = [], node
+        while above > 0:
+            path, above = [int(tree.tokens[0, above]), *path], int(tree.parents[0, above])
+        found.add(tuple(path))
+    assert found == set(best)
 
 
 def test_a_tree_deeper_than_the_heads_is_refused():

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not packs(torch.device("cpu"), torch.float32), r
 def test_a_packed_layer_equals_the_plain_one(rows: int, bias: bool) -> None:
     linear = nn.Linear(24, 17, bias=bias)
     states = torch.randn(2, rows, 24)
-    torch.testing.assert_close(PackedLinear(linear)(states), linear(states))
+    torch.testing.assert_close(PackedLinear(linear.weight, linear.bias)(states), linear(states))
 
 
 def test_packing_replaces_every_linear_layer_and_nothing_else() -> None:

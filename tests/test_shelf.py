@@ -44,7 +44,7 @@ def proposed(drafter: Medusa) -> list[int]:
     hidden = torch.randn(9, 1, D, generator=torch.Generator().manual_seed(0))
     rows = torch.ones(9, dtype=torch.long)
     return drafter.propose(
-        Committed(rows[:, None], rows, torch.empty(9, 1, 0), hidden, rows), None, Budget()
+        Committed(rows[:, None], rows, torch.empty(9, 1, 0), hidden, rows, rows > 0), None, Budget()
     ).tokens.tolist()
 
 
@@ -82,7 +82,8 @@ def test_saving_in_bf16_rounds_weights_and_leaves_ids_alone(tmp_path):
     save_drafter(drafter, card(), tmp_path, torch.bfloat16)
     stored, own = load_file(tmp_path / "model.safetensors"), drafter.state_dict()
     assert stored["vocabulary.d2t"].dtype == torch.long
-    assert {value.dtype for name, value in stored.items() if name != "vocabulary.d2t"} == {torch.bfloat16}
+    assert stored["vocabulary.t2d"].dtype == torch.bool
+    assert {value.dtype for name, value in stored.items() if "vocabulary" not in name} == {torch.bfloat16}
     assert all(torch.equal(stored[name], own[name].to(stored[name].dtype)) for name in own)
     assert load_drafter(tmp_path, card(), ENDS, torch.float32).lm_heads[0].weight.dtype == torch.float32
 

@@ -1,0 +1,134 @@
+"""The decoder layer of a feature drafter: attention over pairs of embedding and feature, then an MLP.
+
+B rows, Q queries, S keys, T positions, D width, H heads, G key-value heads, C head width.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, PretrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
+
+Pair = tuple[Tensor, Tensor]  # keys and values [B, G, S, C]
+
+
+def layer_config(target: PretrainedConfig, width: int) -> LlamaConfig:
+    """The geometry of a drafter's layer: a Llama layer as wide as the target's, with the target's rotary embedding."""
+    heads = target.num_attention_heads
+    ropes: dict[str, Any] = getattr(target, "rope_parameters", None) or {}
+    if any(isinstance(rope, dict) for rope in ropes.values()):  # one for each kind of layer
+        ropes = ropes.get("full_attention") or next(iter(ropes.values()))
+    whole = {key: value for key, value in ropes.items() if key != "partial_rotary_factor"}
+    return LlamaConfig(
+        hidden_size=width,
+        intermediate_size=target.intermediate_size,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(target, "num_key_value_heads", None) or heads,
+        head_dim=getattr(target, "head_dim", None) or width // heads,
+        max_position_embeddings=target.max_position_embeddings,
+        rms_norm_eps=getattr(target, "rms_norm_eps", 1e-5),
+        rope_parameters=whole or None,
+    )
+
+
+class Rotary:
+    """Turns heads by their position. No module: cast to bf16 with one, its frequencies would lose their digits."""
+
+    def __init__(self, config: LlamaConfig):
+        made = LlamaRotaryEmbedding(config)
+        self.frequencies, self.scale = made.inv_freq.float(), made.attention_scaling
+
+    def __call__(self, heads: Tensor, position: Tensor) -> Tensor:
+        """`heads` [B, H, S, C] at `position` [B, S]."""
+        angle = position[:, None, :, None] * self.frequencies.to(position.device)
+        turn = torch.cat([angle, angle], dim=-1)
+        cos, sin = (turn.cos() * self.scale).to(heads.dtype), (turn.sin() * self.scale).to(heads.dtype)
+        return heads * cos + rotate_half(heads) * sin
+
+
+class Attention(nn.Module):
+    """Projections of grouped-query attention that reads `width_in` wide inputs, with rotary positions."""
+
+    def __init__(self, config: LlamaConfig, width_in: int):
+        super().__init__()
+        heads, groups = config.num_attention_heads, cast(int, config.num_key_value_heads)
+        width = cast(int, config.head_dim)
+        self.groups, self.width = groups, width
+        self.q_proj = nn.Linear(width_in, heads * width, bias=False)
+        self.k_proj = nn.Linear(width_in, groups * width, bias=False)
+        self.v_proj = nn.Linear(width_in, groups * width, bias=False)
+        self.o_proj = nn.Linear(heads * width, config.hidden_size, bias=False)
+        self.rotary = Rotary(config)
+
+    def queries(self, states: Tensor, position: Tensor) -> Tensor:
+        """[B, H, Q, C] of inputs [B, Q, width_in] at `position` [B, Q]."""
+        return self.rotary(self._heads(self.q_proj(states)), position)
+
+    def pairs(self, states: Tensor, position: Tensor) -> Pair:
+        """Keys and values [B, G, S, C] of inputs [B, S, width_in] at `position` [B, S]."""
+        return self.rotary(self._heads(self.k_proj(states)), position), self._heads(self.v_proj(states))
+
+    def _heads(self, states: Tensor) -> Tensor:
+        return states.unflatten(-1, (-1, self.width)).transpose(1, 2)
+
+    def mixed(self, queries: Tensor, pairs: Pair, seen: Tensor) -> Tensor:
+        """[B, Q, D] attention of `queries` over `pairs`, each to where `seen` [B, Q, S] is true."""
+        keys, values = pairs
+        out = nn.functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=seen[:, None], enable_gqa=True
+        )
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def mixed_with_own(self, queries: Tensor, pairs: Pair, seen: Tensor, own: list[Pair]) -> Tensor:
+        """As `mixed`, and every query also sees its own key in each of `own`, keys and values [B, G, Q, C]."""
+        grouped = queries.unflatten(1, (self.groups, -1)) * self.width**-0.5  # [B, G, H/G, Q, C]
+        far = grouped @ pairs[0][:, :, None].transpose(-1, -2)
+        far = far.masked_fill(~seen[:, None, None], torch.finfo(far.dtype).min)
+        near = [(grouped * keys[:, :, None]).sum(-1, keepdim=True) for keys, _ in own]
+        weights = torch.cat([far, *near], dim=-1).float().softmax(-1).to(far.dtype)
+        out = weights[..., : far.shape[-1]] @ pairs[1][:, :, None]
+        for step, (_, values) in enumerate(own, start=far.shape[-1]):
+            out = out + weights[..., step : step + 1] * values[:, :, None]
+        return self.o_proj(out.flatten(1, 2).transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """down(SiLU(gate(x)) * up(x))."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(states)) * self.up_proj(states))
+
+
+class FusedLayer(nn.Module):
+    """EAGLE-3's layer: attention reads [norm(embedding), norm(feature)], and its output is added to the feature.
+
+    `residual` before_norm: the feature itself is what is added to; after_norm: the normed one.
+    """
+
+    def __init__(self, config: LlamaConfig, residual: str):
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.residual = residual
+        self.input_layernorm = nn.RMSNorm(width, eps)
+        self.hidden_norm = nn.RMSNorm(width, eps)
+        self.self_attn = Attention(config, 2 * width)
+        self.post_attention_layernorm = nn.RMSNorm(width, eps)
+        self.mlp = MLP(config)
+
+    def inputs(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention reads [..., 2D], and what its output is added to [..., D]."""
+        normed = self.hidden_norm(feature)
+        pair = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
+        return pair, feature if self.residual == "before_norm" else normed
+
+    def outputs(self, base: Tensor, mixed: Tensor) -> Tensor:
+        """The layer's output [..., D] from what attention found."""
+        states = base + mixed
+        return states + self.mlp(self.post_attention_layernorm(states))

@@ -1,0 +1,109 @@
+"""Trees grown level by level, against growing them one node after the other."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.drafter import Budget
+from models.growth import grow, grow_dynamic
+from models.tree import TokenTree, ordered_paths
+
+V = 12
+SHIFT = 100  # the target's id of a draft token
+
+
+class Oracle:
+    """Log-probabilities that depend on the whole path from the root on."""
+
+    def __init__(self, rows: int, flat: bool = False):
+        self.rows, self.flat = rows, flat
+        self.paths: list[list[tuple[int, ...]]] = []
+        self.asked: list[int] = []
+
+    def says(self, row: int, path: tuple[int, ...]) -> Tensor:
+        """What follows `path` in `row`."""
+        if self.flat:
+            return torch.zeros(V)
+        seed = hash((row, *path)) % (2**31)
+        return (3 * torch.randn(V, generator=torch.Generator().manual_seed(seed))).log_softmax(-1)
+
+    def __call__(self, tokens: Tensor, places: Tensor) -> Tensor:
+        self.asked.append(tokens.shape[1])
+        before = self.paths or [[()]] * self.rows
+        self.paths = [
+            [
+                (*before[row][place], token)
+                for token, place in zip(tokens[row].tolist(), places[row].tolist(), strict=True)
+            ]
+            for row in range(self.rows)
+        ]
+        return torch.stack(
+            [torch.stack([self.says(row, path) for path in self.paths[row]]) for row in range(self.rows)]
+        )
+
+
+def spell(drafted: Tensor) -> Tensor:
+    return drafted + SHIFT
+
+
+def paths_of(tree: TokenTree, row: int) -> list[tuple[int, ...]]:
+    """Each node's tokens from the root on."""
+    found: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.tokens[row].tolist(), tree.parents[row].tolist(), strict=True):
+        found.append((*(found[parent] if parent >= 0 else ()), token))
+    return found
+
+
+def dynamic_by_hand(oracle: Oracle, row: int, root: int, budget: Budget) -> set[tuple[int, ...]]:
+    """All candidates with their worth, and the best of them."""
+    growing, every = {(root,): 0.0}, {}
+    for _ in range(budget.depth):
+        children = {}
+        for path, score in growing.items():
+            likely = oracle.says(row, path)
+            for token in likely.argsort(descending=True)[: budget.branch].tolist():
+                children[(*path, token + SHIFT)] = score + likely[token].item()
+        every |= children
+        growing = dict(sorted(children.items(), key=lambda item: -item[1])[: budget.branch])
+    return {(root,), *sorted(every, key=lambda path: -every[path])[: budget.nodes - 1]}
+
+
+@pytest.mark.parametrize(
+    "budget", [Budget((), 10, 4, 4), Budget((), 30, 3, 6), Budget((), 4, 5, 2), Budget((), 9, 1, 20)]
+)
+def test_a_dynamic_tree_has_the_most_probable_paths(budget):
+    oracle = Oracle(rows=3)
+    tree = grow(torch.tensor([1, 2, 3]), oracle, spell, budget)
+    for row in range(3):
+        assert set(paths_of(tree, row)) == dynamic_by_hand(Oracle(3), row, row + 1, budget)
+    assert (tree.parents[:, 1:] < torch.arange(1, tree.tokens.shape[1])).all()
+    assert tree.valid.all()
+
+
+def test_where_all_paths_are_equally_likely_parents_still_come_first():
+    tree = grow_dynamic(torch.tensor([1]), Oracle(1, flat=True), spell, depth=4, branch=3, nodes=6)
+    assert tree.tokens.shape == (1, 6)
+    assert tree.depth[0].tolist() == [0, 1, 1, 1, 2, 2]
+
+
+def test_a_tree_has_no_more_nodes_than_were_drafted():
+    assert grow_dynamic(torch.tensor([1]), Oracle(1), spell, depth=2, branch=2, nodes=99).tokens.shape == (1, 1 + 2 + 4)
+
+
+def test_a_static_tree_holds_the_picks_of_its_paths_and_asks_only_parents():
+    paths = tuple(ordered_paths([[0], [1], [3], [0, 0], [1, 2], [1, 0], [1, 2, 1], [1, 2, 1, 0]]))
+    oracle = Oracle(rows=2)
+    tree = grow(torch.tensor([5, 6]), oracle, spell, Budget(paths, nodes=9))
+    assert oracle.asked == [1, 2, 1, 1]
+    for row in range(2):
+        wanted = [(5 + row,)]
+        for path in paths:
+            above = wanted[0] if len(path) == 1 else wanted[1 + paths.index(path[:-1])]
+            likely = Oracle(2).says(row, above)
+            wanted.append((*above, int(likely.argsort(descending=True)[path[-1]]) + SHIFT))
+        assert paths_of(tree, row) == wanted
+
+
+def test_a_pick_beyond_the_draft_vocabulary_is_refused():
+    with pytest.raises(ValueError, match=f"the tree takes the {V + 1}th pick of a draft vocabulary of {V} tokens"):
+        grow(torch.tensor([5]), Oracle(1), spell, Budget(((V,),)))
