@@ -3,7 +3,7 @@
 B rows, T positions, N tree nodes, P path nodes, D width, L taps, K depths, V vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -79,6 +79,9 @@ class Drafter(nn.Module):
 
     def learn_vocabulary(self, counts: Tensor) -> None:
         """Choose a draft vocabulary from how often the target said each token, `counts` [V]; most drafters use all."""
+
+    def inherit(self, layer: Callable[[int], dict[str, Tensor]]) -> None:
+        """Start from the target's own weights: `layer(number)` gives a decoder layer's by name, and the final norm's."""
 
     def counts(self, loss_mask: Tensor, document: Tensor) -> Tensor:
         """[K] supervised positions, known before the forward pass: what the loss is divided by."""

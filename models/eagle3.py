@@ -4,7 +4,7 @@ The pair of feature t and token t + 1 foretells token t + 2; from there on the d
 B rows, T positions, Q asked positions, F growing nodes, D width, L taps, V draft vocabulary, G groups, C head width.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -32,7 +32,8 @@ class Eagle3(Drafter):
     It is taught `steps` steps ahead, step s with weight `decay` ** s, each on the state of the step before
     (training-time test). EAGLE 3.1 is `fc_norm` (every tap is normed before they are fused) with `feedback` after_norm
     (the next step reads the state after the final norm, not before it). `residual` after_norm adds attention's output
-    to the normed feature, as the `speculators` library's norm_before_residual does.
+    to the normed feature, as the `speculators` library's norm_before_residual does. `start` target copies the target's
+    layer above the last tap, instead of random weights; the output matrix starts from the target's either way.
     """
 
     def __init__(
@@ -45,11 +46,15 @@ class Eagle3(Drafter):
         fc_norm: bool = False,
         feedback: str = "before_norm",
         residual: str = "before_norm",
+        start: str = "random",
     ):
         super().__init__()
+        if start not in ("random", "target"):
+            raise ValueError(f"start={start}: use random or target")
         if feedback not in PLACES or residual not in PLACES:
             raise ValueError(f"feedback={feedback} residual={residual}: each is before_norm or after_norm")
         self.ends, self.steps, self.decay, self.feedback = ends, steps, decay, feedback
+        self.start = start
         self.taps = default_taps(ends.config.num_hidden_layers) if taps is None else tuple(taps)
         if list(self.taps) != sorted(set(self.taps)) or not self.taps:
             raise ValueError(f"taps {list(self.taps)} must be named once each, in ascending order")
@@ -70,6 +75,23 @@ class Eagle3(Drafter):
     def _from_target(self) -> None:
         """Start the output matrix from the target's."""
         self.lm_head.weight.data.copy_(self.vocabulary.rows(self.ends.head))
+
+    def inherit(self, layer: Callable[[int], dict[str, Tensor]]) -> None:
+        """With `start` target: fuse to the last tap alone, and be the layer that reads it; embeddings count as features."""
+        if self.start == "random":
+            return
+        theirs, width = layer(self.taps[-1]), self.ends.width
+        for name, weight in [*self.midlayer.named_parameters(), ("norm.weight", self.norm.weight)]:
+            source = theirs.get(name.replace("hidden_norm", "input_layernorm"))
+            if source is not None and name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+                source = torch.cat([source, source], dim=1)
+            if source is None or source.shape != weight.shape:
+                raise ValueError(
+                    f"start=target: layer {self.taps[-1]} of this target has no {name} of shape {list(weight.shape)}; use start=random"
+                )
+            weight.data.copy_(source)
+        self.fc.weight.data.zero_()
+        self.fc.weight.data[:, -width:] = torch.eye(width)
 
     def counts(self, loss_mask: Tensor, document: Tensor) -> Tensor:
         """[K] positions at which each step is asked."""

@@ -1,6 +1,7 @@
 """The target without its body: the embedding that reads tokens and the head that turns hidden states into logits."""
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -88,6 +89,18 @@ class Ends:
         """What the target does to the head's product: its scale, then its soft cap."""
         scaled = raw if self.scale == 1.0 else raw * self.scale
         return scaled if self.cap is None else torch.tanh(scaled / self.cap) * self.cap
+
+
+def layer_weights(folder: Path, number: int) -> dict[str, Tensor]:
+    """The tensors of decoder layer `number` of the checkpoint in `folder` by their name within it, and the final norm's."""
+    found = {}
+    for name, file in tensor_files(folder).items():
+        inner = re.fullmatch(rf"(?:.*\.)?layers\.{number}\.(.+)", name)
+        final = re.fullmatch(r"(?:model\.|language_model\.)*(norm\.weight)", name)
+        if match := inner or final:
+            with opened(file) as tensors:
+                found[match[1]] = tensors.get_tensor(name)
+    return found
 
 
 def logit_scale(config: PretrainedConfig) -> float:

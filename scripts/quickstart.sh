@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# From nothing to a measured drafter: environment, target, Medusa heads, and the table of plain against Medusa.
+# From nothing to measured drafters: environment, target, Medusa heads, EAGLE-3, and one table of them and plain decoding.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
 .venv/bin/python -m train conf=medusa_smol overwrite=true
-.venv/bin/python decode/run.py conf=medusa_smol
+.venv/bin/python -m train conf=eagle3_smol overwrite=true
+.venv/bin/python decode/run.py conf=eagle3_smol 'decode.beside=[medusa_smol]'

@@ -137,6 +137,18 @@ def test_greedy_text_is_the_targets_own(family, budget, rows):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_row_accepts_does_not_depend_on_its_neighbours(family, folder):
+    """Rows end at different times and others take their seats: what a drafter remembers must go with them."""
+    drafter, budget = pupil(family, folder).drafter, Budget(nodes=12, depth=3, branch=3)
+    given = [*prompts(), *(prompt[:-3] for prompt in prompts())]  # half of them it never saw
+    alone = generate(target(), drafter, given, 15, budget)
+    assert len({tuple(one.accepted) for one in alone.generations}) > 2
+    for rows in (2, 3):
+        together = generate(target(), drafter, given, 15, budget, rows=rows)
+        assert [one.accepted for one in together.generations] == [one.accepted for one in alone.generations]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_saved_and_loaded_drafter_proposes_the_same(family, tmp_path):
     drafter = made(family).eval()
     conf = composed(f"drafter={family}").drafter

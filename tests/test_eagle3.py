@@ -5,20 +5,24 @@ import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 
+from conftest import tiny_config
 from models.drafter import Budget, Committed, Drafter, FeatureBatch, asked
 from models.eagle3 import Eagle3, Growing, default_taps
-from models.ends import Ends
+from models.ends import Ends, layer_weights
 from models.losses import soft_loss
 from models.shelf import Card, load_drafter, read_card, save_drafter
+from models.source import from_random
 
 GOLDEN = Path(__file__).parent / "golden"
 TTT = ["eagle3_ttt", "eagle3_fcnorm_ttt"]
@@ -334,9 +338,35 @@ def test_the_output_matrix_starts_as_the_targets_rows():
     assert torch.equal(fresh.lm_head.weight, drafter.ends.head[fresh.vocabulary.ids])
 
 
+def test_it_can_start_as_the_targets_layer_above_the_last_tap():
+    folder = from_random(tiny_config("llama", num_hidden_layers=9))
+    theirs = load_file(folder / "model.safetensors")
+    drafter = Eagle3(Ends.load(folder), start="target")
+    drafter.inherit(partial(layer_weights, folder))
+    features = torch.randn(2, 3 * 32)
+    assert torch.equal(drafter.fused(features), features[:, -32:])
+    pair, _ = drafter.midlayer.inputs(features[:, :32], features[:, 32:64])
+    part = {name.removeprefix("model.layers.6."): value for name, value in theirs.items()}
+    normed = [
+        torch.nn.functional.rms_norm(half, (32,), part["input_layernorm.weight"], 1e-6)
+        for half in features[:, :64].split(32, dim=1)
+    ]
+    keys = drafter.midlayer.self_attn.k_proj(pair)
+    torch.testing.assert_close(keys, sum(half @ part["self_attn.k_proj.weight"].T for half in normed))
+    assert torch.equal(drafter.midlayer.mlp.down_proj.weight, part["mlp.down_proj.weight"])
+    assert torch.equal(drafter.norm.weight, part["model.norm.weight"])
+
+
+def test_a_target_whose_layers_are_no_llama_layers_is_no_start():
+    folder = from_random(tiny_config("phi3", num_hidden_layers=9))
+    with pytest.raises(ValueError, match=r"start=target: layer 6 of this target has no self_attn.q_proj.weight"):
+        Eagle3(Ends.load(folder), start="target").inherit(partial(layer_weights, folder))
+
+
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
+        ({"start": "here"}, "start=here"),
         ({"feedback": "raw"}, "feedback=raw"),
         ({"residual": "none"}, "residual=none"),
         ({"vocabulary": VOCABULARY + 1}, f"vocabulary of {VOCABULARY + 1}"),

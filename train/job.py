@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from hydra.utils import instantiate
 
 from conf import packaged
 from conf.schema import Features, Run
-from decode.opening import open_target
+from decode.opening import open_target, target_folder
 from models.drafter import Drafter
+from models.ends import layer_weights
 from models.shelf import CARD, Card, family_class, make_folder, save_drafter
 from models.target import Target, resolve_dtype
 from models.tree import best_tree
@@ -39,6 +41,7 @@ def train(run: Run) -> None:
     drafter: Drafter = instantiate(run.drafter, _partial_=True)(target.ends).to(target.device)
     target.tap(drafter.taps)
     drafter.learn_vocabulary(spoken_counts(known, target.identity.vocabulary))
+    drafter.inherit(partial(layer_weights, target_folder(run.target)))
     keep = run.data.features is Features.memory
     source = Source(taught, target, run.optim.batch, keep, run.seed)
     heldout = Source(held, target, run.optim.batch, keep=True, seed=run.seed)
