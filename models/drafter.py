@@ -95,6 +95,10 @@ class Drafter(nn.Module):
         """[P, K] what a static tree is chosen from: at which rank each depth had the target's token, -1 beyond `width`."""
         return None
 
+    def meaning(self) -> dict[str, str]:
+        """What knobs mean whose names mean other things elsewhere, for the drafter's card."""
+        return {}
+
     def ready(self) -> None:
         """Called once before decoding, where packed weights pay: on a CPU."""
         pack(self)

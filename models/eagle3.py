@@ -76,12 +76,28 @@ class Eagle3(Drafter):
         """Start the output matrix from the target's."""
         self.lm_head.weight.data.copy_(self.vocabulary.rows(self.ends.head))
 
+    def meaning(self) -> dict[str, str]:
+        """Other libraries' norm_output is either which state is fed back or whether the head applies the norm."""
+        back = "after" if self.feedback == "after_norm" else "before"
+        base = "normed feature" if self.midlayer.residual == "after_norm" else "feature itself"
+        norm = "passes an RMSNorm of its own" if len(self.fc_norm) else "goes as it is"
+        return {
+            "fc_norm": f"every tap {norm} into the fusion",
+            "feedback": f"the next step reads the state {back} the final norm; the output matrix always reads it after the norm",
+            "residual": f"attention's output is added to the {base}",
+        }
+
     def inherit(self, layer: Callable[[int], dict[str, Tensor]]) -> None:
-        """With `start` target: fuse to the last tap alone, and be the layer that reads it; embeddings count as features."""
+        """Take the target's final norm, which its head expects. With `start` target: fuse to the last tap alone, and be
+        the layer that reads it; embeddings count as features."""
+        gain = 1.0 if self.ends.config.model_type.startswith("gemma") else 0.0  # Gemma stores what is added to one
+        theirs = {name: value + gain * name.endswith("norm.weight") for name, value in layer(self.taps[-1]).items()}
+        final, width = theirs.get("norm.weight"), self.ends.width
+        if final is not None and final.shape == self.norm.weight.shape:
+            self.norm.weight.data.copy_(final)
         if self.start == "random":
             return
-        theirs, width = layer(self.taps[-1]), self.ends.width
-        for name, weight in [*self.midlayer.named_parameters(), ("norm.weight", self.norm.weight)]:
+        for name, weight in self.midlayer.named_parameters():
             source = theirs.get(name.replace("hidden_norm", "input_layernorm"))
             if source is not None and name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
                 source = torch.cat([source, source], dim=1)

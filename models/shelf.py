@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import yaml
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from models.drafter import Drafter
 from models.ends import Ends
@@ -34,6 +34,7 @@ class Card:
     tree: list[list[int]] = field(default_factory=list)  # recommended paths; empty: the drafter's own way
     training: dict[str, Any] = field(default_factory=dict)
     acceptance: dict[str, Any] = field(default_factory=dict)  # by depth, on held-out conversations
+    meaning: dict[str, str] = field(default_factory=dict)  # of knobs whose names mean other things elsewhere
     schema: int = SCHEMA
 
 
@@ -45,7 +46,9 @@ def save_drafter(drafter: Drafter, card: Card, folder: Path, dtype: torch.dtype 
         for name, value in drafter.state_dict().items()
     }
     weights, text = folder / f".{WEIGHTS}.part", folder / f".{CARD}.part"
-    save_file(tensors, weights, metadata={"format": "pt"})
+    weights.write_bytes(
+        save(tensors, metadata={"format": "pt"})
+    )  # save_file would leave it readable to its owner alone
     text.write_text(yaml.safe_dump(asdict(card), sort_keys=False, default_flow_style=None, width=110))
     weights.rename(folder / WEIGHTS)
     text.rename(folder / CARD)

@@ -262,6 +262,14 @@ def asked_positions(given: FeatureBatch) -> Iterator[Tensor]:
     return asked(given.loss_mask, given.document, STEPS)
 
 
+def test_the_card_says_what_the_switches_mean():
+    plain, switched = small().meaning(), small(fc_norm=True, feedback="after_norm", residual="after_norm").meaning()
+    assert "reads the state before the final norm" in plain["feedback"]
+    assert "reads the state after the final norm" in switched["feedback"]
+    assert "RMSNorm of its own" in switched["fc_norm"]
+    assert all(plain[knob] != switched[knob] for knob in ("fc_norm", "feedback", "residual"))
+
+
 @pytest.mark.parametrize("knobs", KNOBS, ids=str)
 def test_decoding_computes_what_training_taught(knobs):
     """Fed with the text itself, the drafter's steps behind any prefix say what the unrolled ones said there."""

@@ -393,6 +393,14 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
     assert (tmp_path / "out").read_text() == "mine"
 
 
+def test_what_is_to_be_overwritten_stays_until_the_new_run_begins(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "drafter.yaml").write_text("mine")
+    with pytest.raises(ValueError, match="leaves none to train on"):
+        job.train(composed(f"out={tmp_path / 'out'}", "overwrite=true", "data.heldout=9999"))
+    assert (tmp_path / "out" / "drafter.yaml").read_text() == "mine"
+
+
 def test_taps_that_the_target_does_not_have_are_refused(llama):
     with pytest.raises(ValueError, match=r"taps \[1, 99\] do not fit llama: it has hidden states 0 to 3"):
         llama.target.tap((1, 99))

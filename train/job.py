@@ -47,6 +47,8 @@ def train(run: Run) -> None:
     heldout = Source(held, target, run.optim.batch, keep=True, seed=run.seed)
     for reading in [heldout, source] if keep else [heldout]:
         reading.read_all(quiet=not accelerator.is_main_process)
+    if run.overwrite:
+        clear(out, accelerator)
     acceptance = fit(drafter, source, heldout, run, accelerator, config)
     if accelerator.is_main_process:
         tree = recommended_tree(drafter, heldout, run.decode.nodes)
@@ -87,11 +89,16 @@ def prepare(run: Run, out: Path, config: dict[str, Any]) -> Accelerator:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     bf16 = resolve_dtype(run.optim.precision, device) is torch.bfloat16
     accelerator = Accelerator(mixed_precision="bf16" if bf16 else "no", cpu=device.type == "cpu")
-    if run.overwrite and accelerator.is_main_process:
+    accelerator.wait_for_everyone()
+    return accelerator
+
+
+def clear(out: Path, accelerator: Accelerator) -> None:
+    """Drop what an earlier run left in `out`, now that nothing is left to complain of."""
+    if accelerator.is_main_process:
         checkpoint.forget(out)
         (out / CARD).unlink(missing_ok=True)
     accelerator.wait_for_everyone()
-    return accelerator
 
 
 def knobs_of(run: Run) -> dict[str, Any]:
@@ -149,5 +156,12 @@ def card(
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     return Card(
-        run.drafter["_target_"], knobs_of(run), asdict(target.identity), list(drafter.taps), tree, training, acceptance
+        run.drafter["_target_"],
+        knobs_of(run),
+        asdict(target.identity),
+        list(drafter.taps),
+        tree,
+        training,
+        acceptance,
+        drafter.meaning(),
     )
