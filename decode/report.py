@@ -123,7 +123,7 @@ def compare(console: Console, reports: Sequence[Report]) -> None:
     for report in reports:
         last = report.lines[-1]
         taus = (f"{line.tau.value:.2f}" for line in report.lines)
-        figures = (str(last.speedup), f"{last.tokens_per_second:.1f}", f"{last.equal}/{last.prompts}")
+        figures = (f"{last.speedup.value:.2f}", f"{last.tokens_per_second:.1f}", f"{last.equal}/{last.prompts}")
         table.add_row(report.settings["drafter"], *taus, *figures)
     console.print(table)
 
