@@ -136,7 +136,7 @@ class Eagle3(Drafter):
         first), stands at rotary position t + s, and sees the first step's keys up to t and one of its own for each
         later step. The positions of a step are among those of the step before; all others only lend their first keys.
         """
-        attention, batched = self.midlayer.self_attn, torch.arange(len(batch.input_ids))[:, None]
+        attention = self.midlayer.self_attn
         feature = self.fused(batch.features)
         pair, _ = self.midlayer.inputs(self.embedded(ahead(batch.input_ids, 1)), feature)
         far = attention.pairs(pair, batch.position)
@@ -145,7 +145,7 @@ class Eagle3(Drafter):
         document, position = batch.document.gather(1, at), batch.position.gather(1, at)
         seen = torch.arange(where[0].shape[1], device=at.device) <= at[..., None]
         seen = seen & (batch.document[:, None] == document[..., None])
-        state, own = feature[batched.to(at.device), at], []
+        state, own = feature[torch.arange(len(at), device=at.device)[:, None], at], []
         for step, marked in enumerate(where):
             tokens = ahead(batch.input_ids, step + 1).gather(1, at)
             pair, base = self.midlayer.inputs(self.embedded(tokens), state)
@@ -186,7 +186,8 @@ class Eagle3(Drafter):
         draft_logits, taught = self.logits(states), teacher.at(lesson)
         hits = (draft_logits.argmax(-1) == label).sum()
         if self.training:
-            loss, shared = soft_loss(draft_logits, taught.log_probs), hits
+            loss = soft_loss(draft_logits, taught.log_probs)
+            shared = torch.zeros_like(loss)  # measured only in evaluation
         else:
             inside = taught.inside
             loss, shared = soft_loss(draft_logits[inside], taught.log_probs[inside]), overlap(draft_logits, taught)
@@ -214,21 +215,20 @@ class Memory:
         """Put `pairs` [B, G, S, C] into `slots` [B, S] and return all up to the last of them."""
         end = int(slots.max()) + 1
         if self.pairs is None or end > self.pairs[0].shape[2]:
-            self._grow(pairs[0], max(end, self.capacity))
+            self._grow(pairs[0], max(self.capacity, end + end // 2))
         assert self.pairs is not None
         rows = torch.arange(len(slots), device=slots.device)[:, None]
         for store, new in zip(self.pairs, pairs, strict=True):
             store[rows, :, slots] = new.transpose(1, 2)
         return self.pairs[0][:, :, :end], self.pairs[1][:, :, :end]
 
-    def _grow(self, like: Tensor, capacity: int) -> None:
-        """Room for `capacity` pairs, and half as many again if there was room before."""
+    def _grow(self, like: Tensor, room: int) -> None:
+        """Room for `room` pairs shaped as `like`; what was held stays."""
         rows, groups, _, width = like.shape
-        room = capacity if self.pairs is None else capacity + capacity // 2
-        old, held = self.pairs, 0 if self.pairs is None else self.pairs[0].shape[2]
-        self.pairs = like.new_zeros(rows, groups, room, width), like.new_zeros(rows, groups, room, width)
-        for store, kept in zip(self.pairs, old or (), strict=False):
-            store[:, :, :held] = kept
+        grown = like.new_zeros(rows, groups, room, width), like.new_zeros(rows, groups, room, width)
+        for store, held in zip(grown, self.pairs or (), strict=False):
+            store[:, :, : held.shape[2]] = held
+        self.pairs = grown
 
 
 class Growing:

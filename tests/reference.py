@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.accept import Draw, Sampling
-from models.drafter import Budget, Committed, Drafter
+from models.drafter import Budget, Committed, Drafter, FeatureBatch
 from models.tree import TokenTree
 
 Outcome = TypeVar("Outcome")
@@ -55,6 +55,22 @@ def most_worth(ranks: Sequence[Sequence[int]], width: int, nodes: int) -> int:
     every = [path for length in range(1, len(ranks[0]) + 1) for path in itertools.product(range(width), repeat=length)]
     trees = (set(chosen) for chosen in itertools.combinations(every, nodes - 1))
     return max(worth(ranks, list(tree)) for tree in trees if all(len(path) == 1 or path[:-1] in tree for path in tree))
+
+
+def marked_batch(
+    documents: Sequence[str], spoken: Sequence[str], vocabulary: int, width: int, taps: int, seed: int
+) -> FeatureBatch:
+    """A random batch drawn by hand: whose document each token is, - for padding, and an x where the target speaks."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = len(documents), len(documents[0])
+    return FeatureBatch(
+        torch.randint(0, vocabulary, shape, generator=generator),
+        torch.tensor([[mark == "x" for mark in row] for row in spoken]),
+        torch.tensor([[-1 if mark == "-" else int(mark) for mark in row] for row in documents]),
+        torch.tensor([[at - row.index(mark) for at, mark in enumerate(row)] for row in documents]),
+        torch.randn(*shape, taps * width, generator=generator),
+        torch.randn(*shape, width, generator=generator),
+    )
 
 
 def probs_by_hand(logits: Sequence[float], sampling: Sampling) -> list[float]:

@@ -23,6 +23,7 @@ from models.ends import Ends, layer_weights
 from models.losses import soft_loss
 from models.shelf import Card, load_drafter, read_card, save_drafter
 from models.source import from_random
+from reference import marked_batch
 
 GOLDEN = Path(__file__).parent / "golden"
 TTT = ["eagle3_ttt", "eagle3_fcnorm_ttt"]
@@ -177,18 +178,7 @@ def small(**knobs: Any) -> Eagle3:
 
 
 def small_batch() -> FeatureBatch:
-    generator = torch.Generator().manual_seed(2)
-    document = torch.tensor([[-1 if mark == "-" else int(mark) for mark in row] for row in DOCUMENTS])
-    position = torch.cat([torch.arange(9), torch.arange(13)]).expand(2, -1).clone()
-    position[1] = torch.arange(22)
-    return FeatureBatch(
-        torch.randint(0, VOCABULARY, (2, 22), generator=generator),
-        torch.tensor([[mark == "x" for mark in row] for row in SPOKEN]),
-        document,
-        position,
-        torch.randn(2, 22, 3 * WIDTH, generator=generator),
-        torch.randn(2, 22, WIDTH, generator=generator),
-    )
+    return marked_batch(DOCUMENTS, SPOKEN, VOCABULARY, WIDTH, taps=3, seed=2)
 
 
 def state_by_hand(drafter: Eagle3, given: FeatureBatch, row: int, at: int, steps: int) -> Tensor:

@@ -13,6 +13,7 @@ from models.drafter import Budget, Committed, FeatureBatch
 from models.ends import Ends
 from models.medusa import Medusa, Residual
 from models.tree import TokenTree, ordered_paths, parents_of
+from reference import marked_batch
 
 B, T, D, V, K = 3, 24, 8, 20, 3
 DECAY = 0.8
@@ -39,16 +40,7 @@ def medusa(vocabulary: int | None = None, **knobs: object) -> Medusa:
 
 
 def batch() -> FeatureBatch:
-    generator = torch.Generator().manual_seed(1)
-    document = torch.tensor([[-1 if mark == "-" else int(mark) for mark in row] for row in DOCUMENTS])
-    return FeatureBatch(
-        torch.randint(0, V, (B, T), generator=generator),
-        torch.tensor([[mark == "x" for mark in row] for row in SPOKEN]),
-        document,
-        torch.arange(T).expand(B, T),
-        torch.empty(B, T, 0),
-        torch.randn(B, T, D, generator=generator),
-    )
+    return marked_batch(DOCUMENTS, SPOKEN, V, width=D, taps=0, seed=1)
 
 
 class Asked(NamedTuple):

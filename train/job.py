@@ -2,7 +2,6 @@
 
 from dataclasses import asdict
 from datetime import UTC, datetime
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ def train(run: Run) -> None:
     drafter: Drafter = instantiate(run.drafter, _partial_=True)(target.ends).to(target.device)
     target.tap(drafter.taps)
     drafter.learn_vocabulary(spoken_counts(known, target.identity.vocabulary))
-    drafter.inherit(partial(layer_weights, target_folder(run.target)))
+    drafter.inherit(lambda number: layer_weights(target_folder(run.target), number))
     keep = run.data.features is Features.memory
     source = Source(taught, target, run.optim.batch, keep, run.seed)
     heldout = Source(held, target, run.optim.batch, keep=True, seed=run.seed)
