@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from decode.accept import GREEDY, Accepted, Draw, Sampling, accept
+from decode.accept import Accepted, accept
 from models.cache import KVCache
 from models.drafter import Budget, Committed, Drafter, Reading
+from models.sampling import GREEDY, Draw, Sampling, Voice
 from models.target import Target
 from models.tree import TokenTree
 
@@ -86,12 +87,12 @@ def rounds(
     clock = Clock(target.device)
     while seats.fill():
         clock.lap()
-        tree = drafter.propose(seats.committed, state, budget)
+        tree = drafter.propose(seats.committed, state, budget, seats.voice)
         draft = clock.lap()
         reading = target.read(tree, seats.cache)
         verify = clock.lap()
         assert reading.logits is not None
-        accepted = accept(tree, reading.logits, sampling, seats.draws)
+        accepted = accept(tree, reading.logits, seats.voice)
         took = clock.lap()
         moved = seats.keep(tree, reading, accepted)
         yield Round(
@@ -153,6 +154,11 @@ class Seats:
         self.left: list[Generation] = []  # finished, not yet handed out
         self.prefill = 0.0  # seconds that the last `fill` spent reading prompts
 
+    @property
+    def voice(self) -> Voice:
+        """How the rows speak."""
+        return Voice(self.sampling, self.draws)
+
     def fill(self) -> bool:
         """Seat waiting prompts in free rows; false when nobody sits."""
         clock = Clock(self.target.device)
@@ -176,8 +182,7 @@ class Seats:
         first = accept(
             TokenTree.roots(ids[:, 0].to(self.target.device)),
             reading.logits,
-            self.sampling,
-            [self.draws[row] for row in free],
+            Voice(self.sampling, [self.draws[row] for row in free]),
         )
         said = Committed(
             ids.to(self.target.device),

@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.progress import track
 
 from conf.schema import Decode, Run
-from decode.accept import Sampling
 from decode.engine import generate
 from decode.opening import find_beside, find_drafter, open_drafter, open_target, target_folder
 from decode.prompts import bench_file, bench_prompts
 from decode.report import Report, Sample, compare
 from models.drafter import Budget, Drafter, Plain
+from models.sampling import Sampling
 from models.shelf import Card, make_folder, read_card, require_target
 from models.source import identify
 from models.tree import chain, ordered_paths

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from models.packed import pack
+from models.sampling import Voice
 from models.tree import TokenTree
 
 
@@ -107,8 +108,8 @@ class Drafter(nn.Module):
         """The drafter's own memory of `rows` sequences of up to `capacity` tokens, or None."""
         return None
 
-    def propose(self, committed: Committed, state: Any, budget: Budget) -> TokenTree:
-        """Guess what follows the bonus token of every row."""
+    def propose(self, committed: Committed, state: Any, budget: Budget, voice: Voice) -> TokenTree:
+        """Guess what follows the bonus token of every row; `voice` is for drafters that draw their guesses."""
         raise NotImplementedError
 
 
@@ -133,6 +134,6 @@ def asked(loss_mask: Tensor, document: Tensor, depths: int) -> Iterator[Tensor]:
 class Plain(Drafter):
     """Proposes nothing: the round is plain decoding, in the same loop and on the same clock."""
 
-    def propose(self, committed: Committed, state: Any, budget: Budget) -> TokenTree:
+    def propose(self, committed: Committed, state: Any, budget: Budget, voice: Voice) -> TokenTree:
         """Only the root."""
         return TokenTree.roots(committed.bonus)

@@ -15,6 +15,7 @@ from models.ends import Ends
 from models.growth import grow
 from models.layer import FusedLayer, Pair, layer_config
 from models.losses import Teacher, overlap, soft_loss, summed
+from models.sampling import Voice
 from models.tree import TokenTree
 from models.vocabulary import DraftVocabulary
 
@@ -198,7 +199,7 @@ class Eagle3(Drafter):
         return Memory(rows, capacity)
 
     @torch.inference_mode()
-    def propose(self, committed: Committed, state: "Memory", budget: Budget) -> TokenTree:
+    def propose(self, committed: Committed, state: "Memory", budget: Budget, voice: Voice) -> TokenTree:
         """A chain, a static or a dynamic tree, grown on the drafter's own states below the last verified pair."""
         return grow(committed.bonus, Growing(self, committed, state), self.vocabulary.to_target, budget)
 

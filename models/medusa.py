@@ -15,6 +15,7 @@ from models.ends import Ends
 from models.growth import grow_dynamic
 from models.losses import Teacher, hard_loss, overlap, soft_loss, summed
 from models.packed import PackedLinear
+from models.sampling import Voice
 from models.tree import TokenTree, parents_of, rank_of
 from models.vocabulary import DraftVocabulary
 
@@ -147,7 +148,7 @@ class Medusa(Drafter):
         return table[where[0]]
 
     @torch.inference_mode()
-    def propose(self, committed: Committed, state: Any, budget: Budget) -> TokenTree:
+    def propose(self, committed: Committed, state: Any, budget: Budget, voice: Voice) -> TokenTree:
         """A tree filled with the heads' top picks; siblings under different parents share tokens."""
         paths = budget.paths
         depth = max(map(len, paths)) if paths else min(budget.depth, len(self.blocks))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from decode.accept import Draw, Sampling
 from models.drafter import Budget, Committed, Drafter, FeatureBatch
+from models.sampling import Draw, Sampling, Voice
 from models.tree import TokenTree
 
 Outcome = TypeVar("Outcome")
@@ -167,7 +167,7 @@ class Guesser(Drafter):
         """For every row its prompt, and how many tokens of the text the target has read."""
         return [((), 0)] * rows
 
-    def propose(self, committed: Committed, state: Any, budget: Budget) -> TokenTree:
+    def propose(self, committed: Committed, state: Any, budget: Budget, voice: Voice) -> TokenTree:
         """One random tree a row."""
         trees = []
         for row, length in enumerate(committed.length.tolist()):
@@ -204,7 +204,7 @@ class Garbage(Drafter):
         self.parents, self.vocabulary = torch.tensor(parents), vocabulary
         self.weight = nn.Parameter(torch.zeros(()))
 
-    def propose(self, committed: Committed, state: Any, budget: Budget) -> TokenTree:
+    def propose(self, committed: Committed, state: Any, budget: Budget, voice: Voice) -> TokenTree:
         """Token 0 below token 1 below token 2 ..., under the root."""
         rows, nodes = len(committed.length), len(self.parents)
         tokens = torch.arange(nodes).expand(rows, nodes) % self.vocabulary

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.accept import Accepted, Draw, Sampling, accept, accept_greedy, accept_sampled
+from decode.accept import Accepted, accept, accept_greedy, accept_sampled
 from models.growth import grow_dynamic
+from models.sampling import Draw, Sampling, Voice
 from models.tree import Path, TokenTree, ordered_paths, parents_of
 from reference import greedy_by_walking, outcomes, probs_by_hand
 
@@ -342,7 +343,7 @@ def test_an_unused_node_is_never_accepted_though_the_target_is_sure_of_its_token
     logits = torch.zeros(1, 4, V)
     logits[..., 0] = 1e4
     sampling = Sampling(temperature)
-    assert unpadded(accept(tree, logits, sampling, [sampling.draw(0)])) == [([0], 0)]
+    assert unpadded(accept(tree, logits, Voice(sampling, [sampling.draw(0)]))) == [([0], 0)]
 
 
 def test_rows_are_accepted_each_with_its_own_draws() -> None:

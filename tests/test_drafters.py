@@ -13,6 +13,7 @@ from decode.engine import generate
 from decode.opening import open_drafter, open_target
 from decode.report import Sample, looped, tau
 from models.drafter import Budget, Committed, Drafter, Plain
+from models.sampling import Voice
 from models.shelf import Card, load_drafter, read_card, save_drafter
 from models.target import Target
 from models.tree import chain, ordered_paths
@@ -70,7 +71,7 @@ def read(drafter: Drafter) -> Committed:
 
 
 def proposed(drafter: Drafter, budget: Budget) -> list[Tensor]:
-    tree = drafter.propose(read(drafter), drafter.begin(len(QUESTIONS), 99), budget)
+    tree = drafter.propose(read(drafter), drafter.begin(len(QUESTIONS), 99), budget, Voice())
     return [tree.tokens, tree.parents, tree.valid]
 
 

@@ -21,6 +21,7 @@ from models.drafter import Budget, Committed, Drafter, FeatureBatch, asked
 from models.eagle3 import Eagle3, Growing, default_taps
 from models.ends import Ends, layer_weights
 from models.losses import soft_loss
+from models.sampling import Voice
 from models.shelf import Card, load_drafter, read_card, save_drafter
 from models.source import from_random
 from reference import marked_batch
@@ -150,7 +151,7 @@ def test_two_rounds_of_dynamic_trees_are_eagles(name):
     for number, (tokens, features, root, fresh) in enumerate(rounds, start=1):
         length = torch.tensor([tokens.shape[1]])
         said = Committed(tokens, length, features, torch.empty(0), root, torch.tensor([fresh]))
-        tree = given.drafter.propose(said, state, budget)
+        tree = given.drafter.propose(said, state, budget, Voice())
         for part in ("tokens", "parents", "depth", "mask"):
             assert torch.equal(getattr(tree, part)[0], given.expected(f"round{number}.{part}")), (part, number)
 
@@ -298,12 +299,12 @@ def test_a_reseated_row_forgets_who_sat_there_and_an_empty_one_learns_nothing():
         )  # fmt: skip
 
     budget = Budget(nodes=9, depth=3, branch=3)
-    new = drafter.propose(said([6, 6], [True, True]), drafter.begin(2, 40), budget)
+    new = drafter.propose(said([6, 6], [True, True]), drafter.begin(2, 40), budget, Voice())
     state = drafter.begin(2, 40)
-    drafter.propose(said([5, 3], [True, True]), state, budget)
-    drafter.propose(said([0, 2], [False, False]), state, budget)
+    drafter.propose(said([5, 3], [True, True]), state, budget, Voice())
+    drafter.propose(said([0, 2], [False, False]), state, budget, Voice())
     assert state.length.tolist() == [5, 5]
-    again = drafter.propose(said([6, 6], [True, True]), state, budget)
+    again = drafter.propose(said([6, 6], [True, True]), state, budget, Voice())
     assert torch.equal(again.tokens, new.tokens)
     assert torch.equal(again.parents, new.parents)
 
@@ -318,7 +319,7 @@ def test_room_for_pairs_grows_and_keeps_what_it_held():
         state = drafter.begin(2, capacity)
         for fresh in (True, False):
             said = replace(said, fresh=torch.tensor([fresh] * 2))
-            trees.append(drafter.propose(said, state, Budget(nodes=30, depth=5, branch=5)).tokens)
+            trees.append(drafter.propose(said, state, Budget(nodes=30, depth=5, branch=5), Voice()).tokens)
     assert torch.equal(trees[0], trees[2])
     assert torch.equal(trees[1], trees[3])
 

@@ -6,9 +6,10 @@ from dataclasses import asdict
 import pytest
 
 from conftest import Family
-from decode.accept import GREEDY, Sampling, accept
+from decode.accept import accept
 from decode.engine import PHASES, Generation, Run, Seats, generate, rounds
 from models.drafter import Budget, Drafter, Plain
+from models.sampling import GREEDY, Sampling
 from reference import Garbage, Guesser, plain_greedy, rounds_by_reading
 
 CHANCE = random.Random(3)  # none of these prompts is answered with an end token
@@ -181,10 +182,10 @@ def test_the_cache_holds_every_token_but_the_last_and_nothing_in_free_rows(llama
     state = drafter.begin(3, seats.cache.capacity)
     free = 0
     while seats.fill():
-        tree = drafter.propose(seats.committed, state, BUDGET)
+        tree = drafter.propose(seats.committed, state, BUDGET, seats.voice)
         reading = llama.target.read(tree, seats.cache)
         assert reading.logits is not None
-        seats.keep(tree, reading, accept(tree, reading.logits, GREEDY, seats.draws))
+        seats.keep(tree, reading, accept(tree, reading.logits, seats.voice))
         held = [0 if who is None else len(PROMPTS[who.prompt]) + len(who.tokens) - 1 for who in seats.sitting]
         assert seats.cache.lengths.tolist() == held
         free += sum(who is None for who in seats.sitting) - len(seats.leave())

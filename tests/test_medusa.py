@@ -12,6 +12,7 @@ import models.losses
 from models.drafter import Budget, Committed, FeatureBatch
 from models.ends import Ends
 from models.medusa import Medusa, Residual
+from models.sampling import Voice
 from models.tree import TokenTree, ordered_paths, parents_of
 from reference import marked_batch
 
@@ -235,7 +236,7 @@ def test_a_shared_head_is_neither_trained_nor_saved(vocabulary):
 
 def test_a_drafter_that_has_decoded_can_be_taught():
     drafter = medusa(head="shared", vocabulary=7)
-    drafter.propose(said(torch.randn(1, 1, D), [1], [0]), None, Budget())
+    drafter.propose(said(torch.randn(1, 1, D), [1], [0]), None, Budget(), Voice())
     drafter.training_loss(batch()).total.backward()
     assert all(gradient.any() for gradient in gradients(drafter).values())
 
@@ -278,7 +279,7 @@ def test_a_proposal_holds_the_ranks_of_its_paths(knobs):
     drafter = medusa(**knobs).eval()
     paths = ordered_paths([[0], [2], [0, 1], [2, 0], [0, 1, 3], [0, 1, 0]])
     hidden = torch.randn(2, 4, D)
-    tree = drafter.propose(said(hidden, [3, 1], [11, 12]), None, Budget(tuple(paths), nodes=7))
+    tree = drafter.propose(said(hidden, [3, 1], [11, 12]), None, Budget(tuple(paths), nodes=7), Voice())
     assert isinstance(tree, TokenTree)
     assert tree.valid.all()
     assert tree.child_probs is None
@@ -295,7 +296,7 @@ def test_a_proposal_holds_the_ranks_of_its_paths(knobs):
 def test_without_a_tree_the_proposal_is_a_dynamic_one_of_the_heads_probabilities():
     drafter = medusa().eval()
     hidden = torch.randn(1, 1, D)
-    tree = drafter.propose(said(hidden, [1], [4]), None, Budget(nodes=6, depth=9, branch=4))
+    tree = drafter.propose(said(hidden, [1], [4]), None, Budget(nodes=6, depth=9, branch=4), Voice())
     likely = [draft_by_hand(drafter, head, hidden[0, 0]).log_softmax(-1) for head in range(1, K + 1)]
     worth = {}
     for depth in range(1, K + 1):
@@ -315,7 +316,10 @@ def test_without_a_tree_the_proposal_is_a_dynamic_one_of_the_heads_probabilities
 def test_a_tree_deeper_than_the_heads_is_refused():
     with pytest.raises(ValueError, match=f"the tree is {K + 1} deep and this drafter has {K} heads"):
         medusa().propose(
-            said(torch.randn(1, 1, D), [1], [4]), None, Budget(tuple(ordered_paths([[0] * k for k in range(1, K + 2)])))
+            said(torch.randn(1, 1, D), [1], [4]),
+            None,
+            Budget(tuple(ordered_paths([[0] * k for k in range(1, K + 2)]))),
+            Voice(),
         )
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from conftest import family_of
-from decode.accept import Sampling
 from decode.engine import generate
 from models.drafter import Budget, Plain
+from models.sampling import Sampling
 from models.target import Target
 from runs import composed
 from train.data import example, read_rows, render, write_rows

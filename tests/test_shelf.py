@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 from models.drafter import Budget, Committed
 from models.ends import Ends
 from models.medusa import Medusa
+from models.sampling import Voice
 from models.shelf import Card, family_class, load_drafter, read_card, require_target, save_drafter
 from models.source import Identity
 
@@ -44,7 +45,7 @@ def proposed(drafter: Medusa) -> list[int]:
     hidden = torch.randn(9, 1, D, generator=torch.Generator().manual_seed(0))
     rows = torch.ones(9, dtype=torch.long)
     return drafter.propose(
-        Committed(rows[:, None], rows, torch.empty(9, 1, 0), hidden, rows, rows > 0), None, Budget()
+        Committed(rows[:, None], rows, torch.empty(9, 1, 0), hidden, rows, rows > 0), None, Budget(), Voice()
     ).tokens.tolist()
 
 

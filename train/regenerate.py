@@ -8,10 +8,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from conf import packaged
 from conf.schema import Run
-from decode.accept import Sampling
 from decode.engine import Generation, rounds
 from decode.opening import open_target
 from models.drafter import Budget, Plain
+from models.sampling import Sampling
 from models.target import Target
 from train.data import Message, Row, read_rows, render, write_rows
 
