@@ -103,7 +103,7 @@ def budget_for(how: Decode, card: Card) -> Budget:
     if how.tree == "dynamic" or (how.tree == "auto" and not card.tree):
         return Budget((), how.nodes, how.depth, how.branch)
     if how.tree == "auto":
-        paths = ordered_paths(card.tree)[: how.nodes - 1]
+        paths = ordered_paths(card.tree[: how.nodes - 1])
     elif how.tree == "chain":
         paths = chain(how.depth)
     elif how.tree and isinstance(how.tree, list) and all(isinstance(path, list) for path in how.tree):

@@ -31,7 +31,9 @@ class Card:
     knobs: dict[str, Any]
     target: dict[str, Any]  # name, fingerprint, width, vocabulary
     taps: list[int]
-    tree: list[list[int]] = field(default_factory=list)  # recommended paths; empty: the drafter's own way
+    tree: list[list[int]] = field(
+        default_factory=list
+    )  # recommended paths, the best first; empty: the drafter's own way
     training: dict[str, Any] = field(default_factory=dict)
     acceptance: dict[str, Any] = field(default_factory=dict)  # by depth, on held-out conversations
     meaning: dict[str, str] = field(default_factory=dict)  # of knobs whose names mean other things elsewhere

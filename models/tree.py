@@ -79,15 +79,16 @@ def best_tree(ranks: Tensor, nodes: int) -> list[Path]:
 
     `ranks` [P, K] holds for each position the rank at which depth k had the target's token, -1 where it had not. A
     node is worth the positions at which its whole path was right. A parent is worth at least what its child is, so
-    the nodes worth most form a tree, and no independence of depths is assumed (Medusa multiplies accuracies). Nodes
-    that were never right are left out; where none was, it is the chain of first picks.
+    the nodes worth most form a tree, and no independence of depths is assumed (Medusa multiplies accuracies). They
+    stand in the order of their worth: the list cut short is the best smaller tree. Nodes that were never right are
+    left out; where none was, it is the chain of first picks.
     """
     worth: Counter[Path] = Counter()
     for row in ranks.tolist():
         right = tuple(takewhile(lambda rank: rank >= 0, row))
         worth.update(right[:length] for length in range(1, len(right) + 1))
     best = sorted(worth, key=lambda path: (-worth[path], len(path), path)) or chain(ranks.shape[1])
-    return ordered_paths(best[: nodes - 1])
+    return best[: nodes - 1]
 
 
 def rank_of(label: Tensor, logits: Tensor, width: int) -> Tensor:

@@ -66,7 +66,7 @@ def test_every_shipped_answer_is_the_targets_greedy_one(smol: Target) -> None:
 
 @pytest.mark.parametrize("shape", ["tree", "chain"])
 def test_the_shipped_medusa_writes_the_targets_own_text(smol: Target, medusa: Drafter, shape: str) -> None:
-    paths = ordered_paths(read_card(SHIPPED).tree) if shape == "tree" else chain(4)
+    paths = ordered_paths(read_card(SHIPPED).tree[:9]) if shape == "tree" else chain(4)
     prompts = [ids for asked in bench_prompts(["gsm8k", "mt_bench"], smol.tokenizer, 1, 120).values() for ids in asked]
     budget = Budget(tuple(paths), nodes=10)
     drafted, plain = generate(smol, medusa, prompts, 32, budget), generate(smol, Plain(), prompts, 32, Budget(nodes=1))

@@ -157,8 +157,8 @@ def test_the_card_says_what_was_trained(folder, killed):
     assert not any(knob.startswith("_") for knob in card.knobs)
     assert (card.target["name"], card.target["width"], card.target["vocabulary"]) == ("tiny", 64, 257)
     assert (card.training["conf"], card.training["conversations"], card.training["optim"]["steps"]) == ("mine", 8, 2)
-    assert [list(path) for path in ordered_paths(card.tree)] == card.tree
-    assert len(card.tree) <= 5
+    assert sorted(map(list, ordered_paths(card.tree))) == sorted(card.tree)
+    assert 0 < len(card.tree) < job.MOST_NODES
     assert all(len(values) == 2 for values in card.acceptance.values())
     assert card.acceptance["positions"] > [0, 0]
 
@@ -339,7 +339,7 @@ def test_acceptance_and_tree_are_those_of_the_conversations_held_out(talks, tmp_
     assert card.acceptance["sampled"] == pytest.approx(
         [mass / n for mass, n in zip(shared, seen, strict=True)], abs=2e-4
     )
-    assert card.tree == [list(path) for path in best_tree(torch.tensor(list(ranks.values())), 5)]
+    assert card.tree == [list(path) for path in best_tree(torch.tensor(list(ranks.values())), job.MOST_NODES)]
 
 
 def test_the_gradient_is_clipped_as_a_whole(talks, tmp_path, capsys):

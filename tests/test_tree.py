@@ -98,8 +98,16 @@ def test_best_tree_is_worth_as_much_as_any(depths: int, width: int, nodes: int, 
     ranks = torch.randint(-1, width, (200, depths), generator=torch.Generator().manual_seed(seed))
     paths = best_tree(ranks, nodes)
     assert len(paths) == nodes - 1
-    assert ordered_paths(paths) == paths
+    assert sorted(ordered_paths(paths)) == sorted(paths)
     assert worth(ranks.tolist(), paths) == most_worth(ranks.tolist(), width, nodes)
+
+
+def test_best_tree_cut_short_is_the_best_smaller_tree() -> None:
+    ranks = torch.randint(-1, 3, (200, 3), generator=torch.Generator().manual_seed(9))
+    paths = best_tree(ranks, 9)
+    for nodes in range(2, 6):
+        assert ordered_paths(paths[: nodes - 1])
+        assert worth(ranks.tolist(), paths[: nodes - 1]) == most_worth(ranks.tolist(), 3, nodes)
 
 
 def test_best_tree_sees_that_depths_depend_on_each_other() -> None:

@@ -24,6 +24,8 @@ from train.data import Example, load_examples
 from train.features import Source
 from train.loop import fit
 
+MOST_NODES = 64  # of the tree that a card recommends; a measurement takes the first `decode.nodes` of them
+
 
 def train(run: Run) -> None:
     """Train the run's drafter and leave it in run.out."""
@@ -50,7 +52,7 @@ def train(run: Run) -> None:
         clear(out, accelerator)
     acceptance = fit(drafter, source, heldout, run, accelerator, config)
     if accelerator.is_main_process:
-        tree = recommended_tree(drafter, heldout, run.decode.nodes)
+        tree = recommended_tree(drafter, heldout)
         save_drafter(drafter, card(run, drafter, target, tree, acceptance, taught), out, torch.bfloat16)
         checkpoint.forget(out)
         print(f"the drafter is in {out}; measure it: python decode/run.py conf={run.conf_name} trained={out}")
@@ -131,12 +133,12 @@ def spoken_counts(examples: list[Example], vocabulary: int) -> torch.Tensor:
     return torch.bincount(torch.tensor(spoken), minlength=vocabulary)
 
 
-def recommended_tree(drafter: Drafter, heldout: Source, nodes: int) -> list[list[int]]:
-    """The static tree of `nodes` nodes that held-out text favours; [] for drafters that make their own."""
+def recommended_tree(drafter: Drafter, heldout: Source) -> list[list[int]]:
+    """The static tree that held-out text favours, its best nodes first; [] for drafters that make their own."""
     drafter.eval()
     seen = [drafter.ranks(heldout.features(piece), width=10) for piece in heldout.everything()]
     known = [ranks for ranks in seen if ranks is not None]
-    return [list(path) for path in best_tree(torch.cat(known), nodes)] if known else []
+    return [list(path) for path in best_tree(torch.cat(known), MOST_NODES)] if known else []
 
 
 def card(
