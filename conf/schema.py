@@ -8,10 +8,10 @@ from omegaconf import MISSING
 
 
 class Features(Enum):
-    """Whether the target reads each conversation at every epoch or once."""
+    """Whether the target reads each conversation whenever it teaches, or once, for the disk."""
 
     online = "online"
-    memory = "memory"
+    cached = "cached"
 
 
 class Wandb(Enum):
@@ -57,6 +57,7 @@ class Data:
     conversations: int | None = None  # train on this many of the others, taken evenly over the file; null: all
     longest: int = 512  # tokens a conversation is cut to
     features: Features = Features.online
+    store: str | None = None  # where cached features stay; null: the user's cache
 
 
 @dataclass

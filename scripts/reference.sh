@@ -6,8 +6,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 case ${1:-short} in
-    short) confs="medusa_smol eagle3_smol" ;;
-    long) confs="medusa_smol_long eagle3_smol_long" ;;
+    short) confs="eagle3_smol medusa_smol" ;;
+    long) confs="eagle3_smol_long medusa_smol_long" ;;
     *) echo "error: the tiers are short and long, not $1" >&2; exit 1 ;;
 esac
 bash scripts/setup.sh
@@ -19,9 +19,9 @@ for conf in $confs; do
     [ -e "$home/$conf-$digest/drafter.yaml" ] || $python -m train "conf=$conf" "out=$home/$conf-$digest"
 done
 set -- $confs
-first="$home/$2-$digest"
+first="$home/$1-$digest"
 for tree in auto chain; do
-    [ -e "$first/$tree/report.json" ] || $python decode/run.py "conf=$2" "trained=$first" "decode.beside=[$home/$1-$digest]" \
+    [ -e "$first/$tree/report.json" ] || $python decode/run.py "conf=$1" "trained=$first" "decode.beside=[$home/$2-$digest]" \
         "decode.tree=$tree" "decode.out=$first/$tree"
 done
 echo "the drafters are in $home: $1-$digest, $2-$digest (measured in $first/auto and chain)"

@@ -51,8 +51,8 @@ def test_there_are_confs_to_test():
 
 
 def test_defaults_of_the_schema_reach_the_run_and_overrides_go_before_them():
-    run = composed("optim.lr=0.5", "data.features=memory", "drafter.heads=2")
-    assert (run.optim.lr, run.data.features.value, run.drafter["heads"]) == (0.5, "memory", 2)
+    run = composed("optim.lr=0.5", "data.features=cached", "drafter.heads=2")
+    assert (run.optim.lr, run.data.features.value, run.drafter["heads"]) == (0.5, "cached", 2)
     assert (run.optim.clip, run.seed, run.trained) == (1.0, 0, None)
     assert type(run.drafter) is dict
     assert type(run.decode.bench) is list

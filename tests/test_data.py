@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from models.source import byte_tokenizer
 from train.data import Example, example, load_examples, read_rows, render, write_rows
-from train.features import Source, epoch_batches
+from train.features import Live, Source, epoch_batches
 
 # SmolLM2's, with the default system prompt and the line break after every end token that belongs to nobody
 CHATML = (
@@ -233,10 +233,10 @@ def test_over_the_epochs_no_conversation_is_left_out_for_good():
 
 def test_a_run_reads_every_conversation_once_an_epoch_each_time_in_another_order():
     examples = [Example([0] * length, [True] * length) for length in LENGTHS[:12]]
-    source = Source(examples, target=None, size=3, keep=False, seed=4)
+    source = Source(examples, Live(None), size=3, seed=4)
     epochs = [[source.piece(4 * epoch + number) for number in range(4)] for epoch in range(3)]
     assert all(sorted(at for piece in epoch for at in piece) == list(range(12)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
-    again = Source(examples, target=None, size=3, keep=False, seed=4)
+    again = Source(examples, Live(None), size=3, seed=4)
     assert again.piece(9) == epochs[2][1]  # without the epochs before
     assert sorted(at for piece in source.everything() for at in piece) == list(range(12))

@@ -181,7 +181,7 @@ def pupil(family: str, folder: Path) -> Pupil:
     write_rows(folder / "answers.jsonl", rows)
     how = [
         "data.heldout=1",
-        "data.features=memory",
+        "data.features=cached",
         "optim.steps=300",
         "optim.lr=1e-2",
         "optim.batch=4",

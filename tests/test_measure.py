@@ -43,7 +43,7 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Loop:
     write_rows(folder / "prompts.jsonl", asked)
     run = composed(
         *EXACT, f"out={folder}/out", f"regenerate.prompts={folder}/prompts.jsonl", f"regenerate.out={folder}/said.jsonl",
-        "regenerate.tokens=21", f"data.path={folder}/said.jsonl", "data.heldout=4", "data.features=memory",
+        "regenerate.tokens=21", f"data.path={folder}/said.jsonl", "data.heldout=4", "data.features=cached",
         "optim.steps=80", "optim.lr=5e-3", "drafter.heads=2", "log.evaluate_every=1000", "log.save_every=1000",
     )  # fmt: skip
     answer(run)

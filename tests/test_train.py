@@ -27,7 +27,7 @@ from models.tree import best_tree, ordered_paths
 from runs import changed, composed, forked, said
 from train import checkpoint, job
 from train.data import Example, read_rows, write_rows
-from train.features import Source
+from train.features import Live, Source
 from train.loop import count
 from train.optim import optimizer_for, rate
 
@@ -220,8 +220,8 @@ def test_micro_batches_add_up_to_the_batch(folder, talks, one_batch, capsys):
     same(one_batch[0], state, 1e-5)
 
 
-def test_features_in_memory_teach_what_features_on_the_fly_teach(folder, talks, one_batch, capsys):
-    state, shown = kept(folder / "memory", talks, capsys, "optim.batch=4", "data.features=memory")
+def test_features_from_the_disk_teach_what_features_on_the_fly_teach(folder, talks, one_batch, capsys):
+    state, shown = kept(folder / "cached", talks, capsys, "optim.batch=4", "data.features=cached")
     assert shown == one_batch[1]
     same(one_batch[0], state, 1e-6)
 
@@ -262,7 +262,7 @@ def test_torchrun_on_two_ranks_equals_one_process(folder, talks, one_batch):
 def test_a_share_of_a_step_that_asks_nothing_counts_nothing():
     """One token that the target said is no question to any head; and a clamp before ranks add up would count one."""
     examples = [Example([5, 6, 7], [False, False, True])] * 2 + [Example([5] * 9, [True] * 9)] * 2
-    source = Source(examples, target=None, size=2, keep=False, seed=0)
+    source = Source(examples, Live(None), size=2, seed=0)
     drafter = Medusa(Ends(torch.ones(9, 4), torch.ones(9, 4), None, LlamaConfig()), heads=2)
     assert [int(count(drafter, source, [piece])) for piece in ([0, 1], [2, 3], [1, 2])] == [0, 14, 7]
     assert int(count(drafter, source, [[0, 1], [2, 3]])) == 14

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import set_seed
 from hydra.utils import instantiate
 
@@ -21,8 +21,9 @@ from models.target import Target, resolve_dtype
 from models.tree import best_tree
 from train import checkpoint, optim
 from train.data import Example, load_examples
-from train.features import Source
+from train.features import Live, Reader, Source
 from train.loop import fit
+from train.store import open_store
 
 MOST_NODES = 64  # of the tree that a card recommends; a measurement takes the first `decode.nodes` of them
 
@@ -33,21 +34,16 @@ def train(run: Run) -> None:
     optim.check(run.optim)
     accelerator = prepare(run, out, config)
     target = open_target(run.target)
-    examples = load_examples(
-        packaged(run.data.path), target.tokenizer, target.end_tokens, min(run.data.longest, target.context)
-    )
-    known, held = split(examples, run.data.heldout)
-    taught = evenly(known, run.data.conversations)
+    known, taught, held = conversations(run, target)
     set_seed(run.seed)
     drafter: Drafter = instantiate(run.drafter, _partial_=True)(target.ends).to(target.device)
     target.tap(drafter.taps)
     drafter.learn_vocabulary(spoken_counts(known, target.identity.vocabulary))
     drafter.inherit(lambda number: layer_weights(target_folder(run.target), number))
-    keep = run.data.features is Features.memory
-    source = Source(taught, target, run.optim.batch, keep, run.seed)
-    heldout = Source(held, target, run.optim.batch, keep=True, seed=run.seed)
-    for reading in [heldout, source] if keep else [heldout]:
-        reading.read_all(quiet=not accelerator.is_main_process)
+    reader = reader_for(run, target, taught + held, accelerator)
+    source = Source(taught, reader, run.optim.batch, run.seed)
+    heldout = Source(held, reader, run.optim.batch, run.seed, keep=True)
+    heldout.read_all(quiet=not accelerator.is_main_process)
     if run.overwrite:
         clear(out, accelerator)
     acceptance = fit(drafter, source, heldout, run, accelerator, config)
@@ -59,12 +55,50 @@ def train(run: Run) -> None:
     accelerator.end_training()
 
 
+def extract(run: Run) -> None:
+    """The command: write what the target makes of the run's conversations to the store that `data.features=cached` reads."""
+    require_parts(run)
+    target = open_target(run.target)
+    _, taught, held = conversations(run, target)
+    drafter: Drafter = instantiate(run.drafter, _partial_=True)(target.ends)
+    target.tap(drafter.taps)
+    store = open_store(run.data.store, target, taught + held)
+    state = PartialState()  # one process, or those that torchrun or accelerate started
+    state.wait_for_everyone()
+    store.fill(target, taught + held, state.process_index, state.num_processes)
+    state.wait_for_everyone()
+    if state.is_main_process:
+        print(f"the features of {len(taught + held):,} conversations are in {store.folder}")
+
+
+def conversations(run: Run, target: Target) -> tuple[list[Example], list[Example], list[Example]]:
+    """All conversations that may teach, those of them that do, and those held out."""
+    longest = min(run.data.longest, target.context)
+    examples = load_examples(packaged(run.data.path), target.tokenizer, target.end_tokens, longest)
+    known, held = split(examples, run.data.heldout)
+    return known, evenly(known, run.data.conversations), held
+
+
+def reader_for(run: Run, target: Target, examples: list[Example], accelerator: Accelerator) -> Reader:
+    """The target, or a store on disk that holds what it makes of `examples`."""
+    if run.data.features is Features.online:
+        return Live(target)
+    taps = target.taps
+    store = open_store(run.data.store, target, examples)
+    accelerator.wait_for_everyone()  # all see the same shards before any writes
+    store.fill(target, examples, accelerator.process_index, accelerator.num_processes)
+    accelerator.wait_for_everyone()
+    store.look()
+    target.tap(taps)
+    return store
+
+
 def identity(run: Run) -> dict[str, Any]:
     """What must be the same for a run to go on where it stopped: all that shapes the weights."""
     shaping = {
         "target": asdict(run.target),
         "drafter": run.drafter,
-        "data": asdict(run.data),
+        "data": {key: value for key, value in asdict(run.data).items() if key != "store"},
         "optim": asdict(run.optim),
     }
     told = {f"{part}.{key}": str(value) for part, values in shaping.items() for key, value in values.items()}
@@ -73,9 +107,7 @@ def identity(run: Run) -> dict[str, Any]:
 
 def prepare(run: Run, out: Path, config: dict[str, Any]) -> Accelerator:
     """The output folder and the accelerator, with every complaint before weights load."""
-    if "_target_" not in run.drafter:
-        raise ValueError("no drafter is chosen; give drafter= or name one in your conf, such as `- /drafter: medusa`")
-    family_class(run.drafter["_target_"], knobs_of(run))
+    require_parts(run)
     if min(run.log.evaluate_every, run.log.save_every) < 1:
         raise ValueError(
             "log.evaluate_every and log.save_every count steps; give at least 1, or more than optim.steps for never"
@@ -84,14 +116,21 @@ def prepare(run: Run, out: Path, config: dict[str, Any]) -> Accelerator:
         raise ValueError(f"{out} holds a finished drafter; choose out=, or overwrite=true to train it again")
     if not run.overwrite:
         checkpoint.require_same(out, config)
-    if not packaged(run.data.path).exists():
-        raise ValueError(f"there is no data file {packaged(run.data.path)}; check data.path")
     make_folder(out)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     bf16 = resolve_dtype(run.optim.precision, device) is torch.bfloat16
     accelerator = Accelerator(mixed_precision="bf16" if bf16 else "no", cpu=device.type == "cpu")
     accelerator.wait_for_everyone()
     return accelerator
+
+
+def require_parts(run: Run) -> None:
+    """Raise ValueError where no drafter, none that there is, or none with these knobs is chosen, and for missing data."""
+    if "_target_" not in run.drafter:
+        raise ValueError("no drafter is chosen; give drafter= or name one in your conf, such as `- /drafter: medusa`")
+    family_class(run.drafter["_target_"], knobs_of(run))
+    if not packaged(run.data.path).exists():
+        raise ValueError(f"there is no data file {packaged(run.data.path)}; check data.path")
 
 
 def clear(out: Path, accelerator: Accelerator) -> None:

@@ -1,6 +1,8 @@
 """What a run shows: a progress line, acceptance at intervals, curves in wandb if asked."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -9,6 +11,21 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from conf.schema import Wandb
+
+
+@contextmanager
+def tokens_bar(what: str, total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A progress bar over `total` tokens with their rate and the time left; yields how to advance it."""
+    columns = (TextColumn(what), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
+    with Progress(*columns, disable=quiet) as progress:
+        bar, began = progress.add_task("", total=total, rate=""), time.perf_counter()
+
+        def advance(tokens: int) -> None:
+            progress.advance(bar, tokens)
+            rate = progress.tasks[0].completed / (time.perf_counter() - began)
+            progress.update(bar, rate=f"{rate:,.0f} tokens/s")
+
+        yield advance
 
 
 class Journal:

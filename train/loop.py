@@ -46,11 +46,12 @@ def fit(
             began = time.perf_counter()
             numbers = [(step * optim.accumulate + micro) * ranks + rank for micro in range(optim.accumulate)]
             pieces = [source.piece(number) for number in numbers]
+            later = source.piece(numbers[0] + optim.accumulate * ranks) if step + 1 < optim.steps else []
             counted = accelerator.reduce(count(drafter, source, pieces).to(accelerator.device), "sum").clamp(min=1)
             total = torch.zeros((), device=accelerator.device)
-            for micro, piece in enumerate(pieces):
+            for micro, (piece, then) in enumerate(zip(pieces, [*pieces[1:], later], strict=True)):
                 with gradients(trainee, accelerator, last=micro + 1 == len(pieces)):
-                    loss = trainee(source.features(piece)).total / counted
+                    loss = trainee(source.features(piece, then)).total / counted
                     accelerator.backward(loss * ranks)  # data parallelism averages over ranks; this is a sum
                 total += loss.detach()
             accelerator.clip_grad_norm_(trainee.parameters(), optim.clip)
