@@ -206,3 +206,9 @@ def looped(written: Sequence[Sequence[int]]) -> float:
     grams = [[tuple(tokens[at : at + 8]) for at in range(len(tokens) - 7)] for tokens in written]
     total = sum(map(len, grams))
     return 1 - sum(len(set(row)) for row in grams) / total if total else 0.0
+
+
+if __name__ == "__main__":
+    from decode.gather import command  # lays reports side by side; the figures above do not need it
+
+    command()
