@@ -22,6 +22,7 @@ from decode.words import (
     number,
     output,
     pooled,
+    real,
     sets_of,
     signed_share,
     verdict,
@@ -44,7 +45,7 @@ MEANINGS = {
     "95 %": "The interval from resampling prompts with replacement; both arms of a prompt stay together.",
     "draft, verify, accept, keep": "Where a round's time goes: the drafter guesses, the target reads the guesses, a path is chosen, text and cache keep it.",
     "T(n)": "The time the target takes for n tokens in one pass, on this machine; T(n) / T(1) says what guesses cost to check.",
-    "predictions": "What theory expects. From one alpha and c: acceptance independent of depth. From the rates by depth: without that assumption. From the cost curve: with the measured time of a pass of that size.",
+    "predictions": "What theory expects. From one alpha and c: one rate of acceptance at every depth, and guesses checked at no cost. From the rates by depth: each depth's own rate, and what rounds took. From the cost curve: the same, with the machine's own T(n) for the check.",
     "equal": "Outputs that are plain decoding's, token for token.",
     "lossless": "The output's distribution is the target's own. Typical acceptance is lossy: it accepts what is likely enough.",
     "divergence": "Where an output first differs from plain decoding. The gap is that of the target's two best logits there: near 0 it is a near-tie that rounding decides, else something is wrong.",
@@ -96,7 +97,7 @@ def headline(name: str, reports: Mapping[str, Told]) -> list[Element]:
     faster = [
         f"{other} is faster, {figure(pooled(told)['speedup'])}, but writes something else than the target would."
         for other, told in reports.items()
-        if pooled(told)["speedup"]["value"] > line["speedup"]["value"]
+        if real(pooled(told)["speedup"]["value"]) > real(line["speedup"]["value"])
     ]
     said = [output(report), *faster]
     words = [*(node("p", sentence) for sentence in said), node("p", conditions(report) + ".", class_="quiet")]
@@ -167,16 +168,16 @@ def overlaps(reports: Mapping[str, Told]) -> Element | None:
     return picture(title, drawn, legend([(name, colours[name], "dot") for name in found]), says, rows)
 
 
+def dot(name: str, value: Told, colour: int) -> Dot:
+    return Dot(name, real(value["value"]), real(value["low"]), real(value["high"]), figure(value), colour)
+
+
 def by_set(reports: Mapping[str, Told], key: str) -> list[tuple[str, list[Dot]]]:
     """For each set every drafter's figure `key`."""
     groups = []
     for bench in sets_of(reports):
         found = [(at, name, line_for(report, bench)) for at, (name, report) in enumerate(reports.items())]
-        group = [
-            Dot(name, line[key]["value"], line[key]["low"], line[key]["high"], figure(line[key]), at)
-            for at, name, line in found
-            if line
-        ]
+        group = [dot(name, line[key], at) for at, name, line in found if line]
         groups.append((bench, group))
     return groups
 
@@ -253,9 +254,9 @@ def forecasts(reports: Mapping[str, Told]) -> Element | None:
     groups = []
     for name, report in told.items():
         speed = pooled(report)["speedup"]
-        group = [Dot("measured", speed["value"], speed["low"], speed["high"], figure(speed), 0)]
+        group = [dot("measured", speed, 0)]
         for each in report["predictions"]:
-            said, colour = each["speedup"], 1 + list(METHODS).index(each["method"])
+            said, colour = real(each["speedup"]), 1 + list(METHODS).index(each["method"])
             text = f"{number(said)} ({signed_share(each['speedup_error'])})"
             group.append(Dot(METHODS[each["method"]], said, said, said, text, colour))
         groups.append((name, group))

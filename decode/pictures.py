@@ -70,7 +70,8 @@ def span(values: Iterable[float], about: int = 5) -> tuple[float, float]:
     low, high = min(found), max(found)
     step = ticks(low, high if high > low else low + 1, about)
     gap = step[1] - step[0] if len(step) > 1 else max(high - low, 0.1)
-    return math.floor(low / gap + 1e-6) * gap, max(math.ceil(high / gap - 1e-6), math.floor(low / gap) + 1) * gap
+    first, last = math.floor(low / gap + 1e-6), math.ceil(high / gap - 1e-6)
+    return first * gap, max(last, first + 1) * gap
 
 
 def brief(value: float) -> str:

@@ -9,13 +9,17 @@ ABSENT = "-"
 HARDWARE = ("cpu", "cores", "threads", "torch")
 
 
+def real(value: float | None) -> float:
+    """A figure for computing with: one that could not be measured is not a number."""
+    return math.nan if value is None else value
+
+
 def known(value: float | None) -> bool:
-    """Whether a figure was measured at all."""
-    return value is not None and math.isfinite(value)
+    return math.isfinite(real(value))
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    return ABSENT if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+    return f"{value:.{digits}f}" if known(value) else ABSENT
 
 
 def interval(figure: Told) -> str:
@@ -28,7 +32,7 @@ def figure(value: Told) -> str:
 
 
 def signed_share(value: float | None) -> str:
-    return ABSENT if value is None or not math.isfinite(value) else f"{value:+.0%}"
+    return f"{value:+.0%}" if known(value) else ABSENT
 
 
 def pooled(report: Told) -> Told:
@@ -58,16 +62,18 @@ def marked(reports: Mapping[str, Told]) -> dict[str, Told]:
 def best_of(reports: Mapping[str, Told]) -> str:
     """The name of the fastest drafter; one that changes the output counts only where all do."""
     fair = [name for name, report in reports.items() if lossless(report)] or list(reports)
-    speeds = {name: pooled(reports[name])["speedup"]["value"] for name in fair}
+    speeds = {name: real(pooled(reports[name])["speedup"]["value"]) for name in fair}
     return max(fair, key=lambda name: speeds[name] if known(speeds[name]) else -math.inf)
 
 
 def verdict(name: str, report: Told) -> str:
     """Whether a drafter is worth having, as far as the interval allows."""
     speed = pooled(report)["speedup"]
-    if speed["low"] > 1:
+    if not known(speed["value"]):
+        return f"{name}: nothing was decoded that could be timed"
+    if real(speed["low"]) > 1:
         return f"{name} is {number(speed['value'])} times as fast as plain decoding"
-    if speed["high"] < 1:
+    if real(speed["high"]) < 1:
         return f"{name} is slower than plain decoding: {number(speed['value'])} times as fast"
     return f"{name} is about as fast as plain decoding: {figure(speed)} times"
 
@@ -117,7 +123,7 @@ def conditions(report: Told) -> str:
 
 def plain_speed(reports: Mapping[str, Told]) -> str:
     """Plain decoding's tokens per second; from the least to the most where it was measured more than once."""
-    speeds = sorted(pooled(report)["plain_tokens_per_second"] for report in reports.values())
+    speeds = sorted(real(pooled(report)["plain_tokens_per_second"]) for report in reports.values())
     return "-".join(dict.fromkeys((number(speeds[0], 1), number(speeds[-1], 1))))
 
 
