@@ -19,6 +19,7 @@ from decode.figures import Sample
 from decode.hindsight import divergences, overlap_by_depth, sample_text
 from decode.journal import write_trace
 from decode.opening import find_beside, find_drafter, open_drafter, open_target, target_folder
+from decode.page import write_page
 from decode.prompts import bench_file, bench_prompts
 from decode.report import Report, compare, write_report
 from models.drafter import Budget, Drafter, Plain
@@ -196,4 +197,5 @@ def write(reports: Sequence[Report], samples: Sequence[Sequence[Sample]], run: R
         write_trace(out / "trace.jsonl", dict(zip(names, samples, strict=True)))
     for number, report in enumerate(reports):
         write_report(report, out / (f"report_{report.settings['drafter']}.json" if number else "report.json"))
+    write_page(out / "report.html", {report.settings["drafter"]: report.to_json() for report in reports})
     return out / "report.json"

@@ -73,7 +73,7 @@ def test_a_measurement_counts_what_was_generated(loop):
 
 def test_the_report_is_written_and_says_what_it_was_taken_with(loop):
     (folder,) = (loop.out / "measure").iterdir()
-    assert [file.name for file in folder.iterdir()] == ["report.json"]
+    assert sorted(file.name for file in folder.iterdir()) == ["report.html", "report.json"]
     written = json.loads((folder / "report.json").read_text())
     assert written == loop.report.to_json()
     assert written["version"] == 2
