@@ -75,7 +75,7 @@ def verdict(name: str, report: Told) -> str:
         return f"{name} is {number(speed['value'])} times as fast as plain decoding"
     if real(speed["high"]) < 1:
         return f"{name} is slower than plain decoding: {number(speed['value'])} times as fast"
-    return f"{name} is about as fast as plain decoding: {figure(speed)} times"
+    return f"{name}: no certain gain over plain decoding, {figure(speed)} times as fast"
 
 
 def output(report: Told) -> str:
@@ -87,10 +87,11 @@ def output(report: Told) -> str:
         return f"Lossy: {report['settings']['accept']} acceptance changes what the target would write; {equal}."
     if report["settings"]["temperature"] > 0:
         return "Lossless: every token is drawn from the target's own distribution, so outputs differ only by chance."
-    gap = widest_gap(report)
-    if line["equal"] == line["prompts"] or gap is None:
+    if line["equal"] == line["prompts"]:
         return f"Lossless: {equal}."
-    return f"Lossless but for rounding: {equal}; where the others part, the target's two best logits are at most {gap:.4g} apart."
+    gap = widest_gap(report)
+    apart = f"at most {gap:.4g} apart: " if gap is not None else "apart by an unknown gap: "
+    return f"Lossless by its rule; {equal}. Where the others part, the target's two best logits are {apart}near 0 that is rounding, else a fault."
 
 
 def widest_gap(report: Told) -> float | None:
