@@ -68,9 +68,8 @@ def choices(facts: Facts) -> list[Choice]:
     found, tau = [], 1.0
     for node, hits in enumerate(facts.by_node, start=1):
         tau += hits / facts.passes
-        price = facts.round_ms["draft"] + facts.cost.at(node + 1) + facts.other
-        plain = facts.plain - facts.plain_ms["verify"] + facts.cost.at(1)
-        found.append(Choice(node + 1, tau, tau * plain / price))
+        price = facts.round_ms["draft"] + facts.verify(node + 1) + facts.other
+        found.append(Choice(node + 1, tau, tau * facts.plain / price))
     return found
 
 

@@ -161,7 +161,7 @@ class Report:
             f"accepted guesses  {self.draft_acceptance_rate:.1%}, {told['num_accepted_tokens']} of {told['num_draft_tokens']}"
         )
         spent = "  ".join(f"{phase} {ms:.1f}" for phase, ms in self.round_ms.items())
-        console.print(f"ms of a round     {spent}  together {sum(self.round_ms.values()):.1f}")
+        console.print(f"ms of a round     {spent}  all {sum(self.round_ms.values()):.1f}")
         console.print(f"ms of a plain one {self.plain_round_ms:.1f}")
         curve = zip(self.cost.nodes, self.cost.ms, strict=True)
         console.print("ms of n nodes     " + " ".join(f"{nodes}:{ms:.0f}" for nodes, ms in curve))

@@ -52,6 +52,14 @@ class Facts:
         """Milliseconds of a round that are neither drafting nor verifying."""
         return self.round_ms["accept"] + self.round_ms["keep"]
 
+    def verify(self, nodes: int) -> float:
+        """Milliseconds that verifying `nodes` nodes should take by the curve.
+
+        The curve gives the ratio to a plain pass, the run the plain pass: a machine that was busier during one of the
+        two does not matter.
+        """
+        return self.plain_ms["verify"] * self.cost.at(nodes) / self.cost.at(1)
+
 
 def tau_of_alpha(alpha: float, gamma: int) -> float:
     """Expected tokens of a round with `gamma` guesses, each accepted with probability `alpha` (Leviathan et al. 2023, eq. 1)."""
@@ -107,8 +115,7 @@ def by_rates(facts: Facts) -> tuple[float, float]:
 
 
 def by_costs(facts: Facts) -> tuple[float, float]:
-    """The same tau; verification, of trees and of single tokens, costs what the machine's curve says."""
+    """The same tau; verifying a tree costs as many plain passes as the machine's curve says, T(n)/T(1)."""
     tau, _ = by_rates(facts)
-    verify = sum(map(facts.cost.at, facts.widths)) / len(facts.widths)
-    plain = facts.plain - facts.plain_ms["verify"] + facts.cost.at(1)
-    return tau, tau * plain / (facts.round_ms["draft"] + verify + facts.other)
+    verify = sum(map(facts.verify, facts.widths)) / len(facts.widths)
+    return tau, tau * facts.plain / (facts.round_ms["draft"] + verify + facts.other)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from decode.gather import beside, command, differences, distinct, find, gather, read, show, wide
+from decode import report as writer
+from decode.gather import VERSION, beside, command, differences, distinct, find, gather, read, show, wide
 from decode.words import grid
 from reports import family, told
 from runs import ROOT, said
@@ -120,6 +121,10 @@ def test_what_may_differ_between_drafters_is_not_held_against_them():
     assert differences({"a": told(), "b": told(nodes=5, tree=[[0]], folder="f", taken="2026-12-01T00:00:00")}) == []
     (said,) = differences({"a": told(), "b": told(sets=("gsm8k",))})
     assert said.startswith("Not measured alike: the sets or the numbers of prompts differ")
+
+
+def test_what_is_read_is_what_is_written():
+    assert VERSION == writer.VERSION
 
 
 # ---- the table

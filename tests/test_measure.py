@@ -83,6 +83,8 @@ def test_the_report_is_written_and_says_what_it_was_taken_with(loop):
     assert taken["tree"] == read_card(loop.out).tree
     assert taken["nodes"] == len(taken["tree"]) + 1 > 2
     assert (taken["tokens"], taken["temperature"], taken["rows"]) == (21, 0.0, 1)
+    assert taken["accept"] == "lossless"
+    assert taken["cpu"]
 
 
 def test_the_raw_log_gives_the_written_figures_and_the_explanation_is_printed(loop, tmp_path, capsys):

@@ -14,7 +14,7 @@ from rich.console import Console
 from conftest import Family
 from decode.engine import PHASES, Generation, Run, Step, generate
 from decode.figures import Sample
-from decode.hindsight import authors, divergences, overlap_by_depth, pieces
+from decode.hindsight import Divergence, authors, divergences, overlap_by_depth, pieces
 from decode.journal import trace_lines, write_trace
 from decode.report import Report, compare, write_report
 from models.drafter import Budget, Drafter, FeatureBatch, Loss, Plain
@@ -114,6 +114,13 @@ def test_the_table_has_the_figures_and_keeps_to_80_columns():
     assert "lossy" not in text
     assert "A round yields" not in text
     assert all(sentence in re.sub(r"\s+", " ", shown(report, explained=True)) for sentence in report.explanation)
+
+
+def test_differences_are_shown_with_the_largest_gap():
+    apart = [Divergence("a", 0, 3, 5, 6, 0.125), Divergence("a", 1, 0, 5, 6, 0.03125)]
+    report = Report.of(SAMPLES[:2], SETTINGS, COST, divergences=apart)
+    assert "outputs that differ  2, top two logits at most 0.125 apart" in shown(report)
+    assert "differ" not in shown(report_of(SAMPLES[:2]))
 
 
 def test_a_lossy_tau_is_called_so_wherever_it_stands(capsys):
