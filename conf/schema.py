@@ -105,6 +105,8 @@ class Decode:
         default_factory=list
     )  # other drafters of this target for the same table: conf, folder or Hub name
     out: str | None = None  # null: a folder named by the time, under <out>/measure
+    trace: bool = False  # write trace.jsonl beside the report: what every round did, for whoever recounts
+    explain: bool = False  # say in words why the drafter pays or does not
 
 
 @dataclass

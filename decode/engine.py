@@ -21,18 +21,41 @@ from models.tree import TokenTree
 PHASES = ("draft", "verify", "accept", "keep")
 
 
+@dataclass(frozen=True)
+class Step:
+    """What one round did to one row."""
+
+    nodes: int  # guesses that the target read, the root left out
+    path: tuple[int, ...]  # tree nodes of the accepted guesses that stand in the text, from the top
+    offered: int  # how deep below the root a guess could still count
+    committed: (
+        int  # tokens added to the text: the accepted guesses, and the bonus token unless the text ended before it
+    )
+
+
 @dataclass
 class Generation:
-    """What was written after one prompt, and how."""
+    """What was written after one prompt, and how: its first token comes from reading the prompt, the others in steps."""
 
     prompt: int  # index into the prompts
     tokens: list[int] = field(default_factory=list)  # up to and including the end token, at most the limit
     ended: bool = False  # by an end token
-    accepted: list[int] = field(default_factory=list)  # for each round, guessed tokens that stand in `tokens`
-    offered: list[int] = field(
-        default_factory=list
-    )  # for each round, how deep below the accepted path a guess could still count
-    committed: list[int] = field(default_factory=list)  # for each round, tokens that it added to `tokens`
+    steps: list[Step] = field(default_factory=list)  # one a round
+
+    @property
+    def accepted(self) -> list[int]:
+        """For each round, guessed tokens that stand in the text."""
+        return [len(step.path) for step in self.steps]
+
+    @property
+    def offered(self) -> list[int]:
+        """For each round, how deep a guess could still count."""
+        return [step.offered for step in self.steps]
+
+    @property
+    def committed(self) -> list[int]:
+        """For each round, tokens added to the text."""
+        return [step.committed for step in self.steps]
 
 
 @dataclass
@@ -40,19 +63,33 @@ class Round:
     """One pass of the target: its clocks in seconds, and the generations that it moved on."""
 
     seconds: dict[str, float]
-    prefill: float
+    prefill: float  # seconds spent before it on reading prompts
+    width: int  # nodes that the target read in every row, root and unused ones included
     moved: list[Generation]
     finished: list[Generation]
 
 
 @dataclass
 class Run:
-    """Generations in the order of their prompts, and the seconds that all rounds took by phase."""
+    """Generations in the order of their prompts, and the rounds that wrote them."""
 
     generations: list[Generation]
-    seconds: dict[str, float]
-    prefill: float
-    rounds: int
+    turns: list[Round]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """What all rounds took, by phase."""
+        return {phase: sum(turn.seconds[phase] for turn in self.turns) for phase in PHASES}
+
+    @property
+    def prefill(self) -> float:
+        """Seconds spent on reading prompts."""
+        return sum(turn.prefill for turn in self.turns)
+
+    @property
+    def rounds(self) -> int:
+        """Passes of the target over trees."""
+        return sum(bool(turn.moved) for turn in self.turns)
 
 
 class Clock:
@@ -95,11 +132,10 @@ def rounds(
         accepted = accept(tree, reading.logits, seats.voice)
         took = clock.lap()
         moved = seats.keep(tree, reading, accepted)
-        yield Round(
-            dict(zip(PHASES, (draft, verify, took, clock.lap()), strict=True)), seats.prefill, moved, seats.leave()
-        )
+        seconds = dict(zip(PHASES, (draft, verify, took, clock.lap()), strict=True))
+        yield Round(seconds, seats.prefill, tree.tokens.shape[1], moved, seats.leave())
     if finished := seats.leave():  # prompts whose very first token ended the text
-        yield Round(dict.fromkeys(PHASES, 0.0), seats.prefill, [], finished)
+        yield Round(dict.fromkeys(PHASES, 0.0), seats.prefill, 0, [], finished)
 
 
 def generate(
@@ -112,15 +148,9 @@ def generate(
     rows: int = 1,
 ) -> Run:
     """All of `rounds`, folded."""
-    run = Run([], dict.fromkeys(PHASES, 0.0), 0.0, 0)
-    for turn in rounds(target, drafter, prompts, limit, budget, sampling, rows):
-        run.generations += turn.finished
-        run.prefill += turn.prefill
-        run.rounds += bool(turn.moved)
-        for phase, seconds in turn.seconds.items():
-            run.seconds[phase] += seconds
-    run.generations.sort(key=lambda generation: generation.prompt)
-    return run
+    turns = list(rounds(target, drafter, prompts, limit, budget, sampling, rows))
+    finished = [generation for turn in turns for generation in turn.finished]
+    return Run(sorted(finished, key=lambda generation: generation.prompt), turns)
 
 
 class Seats:
@@ -218,15 +248,15 @@ class Seats:
             torch.zeros_like(empty),
         )
         guessed, bonus = self.committed.tokens.tolist(), accepted.bonus.tolist()
-        deepest = depth_below(tree, accepted).tolist()
+        deepest, paths = depth_below(tree, accepted).tolist(), accepted.path.tolist()
+        nodes = (tree.valid.sum(-1) - 1).tolist()
         moved = []
         for row, count in enumerate(accepted.length.tolist()):
             if (who := self.sitting[row]) is None:
                 continue
             kept = self._say(row, [*guessed[row][1:count], bonus[row]])
-            who.committed.append(kept)
-            who.accepted.append(min(count - 1, kept))
-            who.offered.append(min(deepest[row], kept))
+            right = tuple(paths[row][1 : min(count, kept + 1)])
+            who.steps.append(Step(nodes[row], right, min(deepest[row], kept), kept))
             moved.append(who)
         return moved
 

@@ -1,7 +1,7 @@
 """Measure a drafter against plain decoding, prompt by prompt, in one process and on one clock."""
 
-import json
 import os
+import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -13,14 +13,20 @@ from rich.console import Console
 from rich.progress import track
 
 from conf.schema import Decode, Run
+from decode.cost import Ladder
 from decode.engine import generate
+from decode.figures import Sample
+from decode.hindsight import divergences, overlap_by_depth, sample_text
+from decode.journal import write_trace
 from decode.opening import find_beside, find_drafter, open_drafter, open_target, target_folder
+from decode.page import write_page
 from decode.prompts import bench_file, bench_prompts
-from decode.report import Report, Sample, compare
+from decode.report import Report, compare, write_report
 from models.drafter import Budget, Drafter, Plain
 from models.sampling import Sampling
-from models.shelf import Card, make_folder, read_card, require_target
+from models.shelf import Card, load_drafter, make_folder, read_card, require_target
 from models.source import identify
+from models.target import Target
 from models.tree import chain, ordered_paths
 
 
@@ -42,6 +48,36 @@ def measure(run: Run) -> Report:
     console, how = Console(), run.decode
     check(how)
     sampling = Sampling(how.temperature, how.top_k, how.top_p, run.seed)
+    arms = arms_of(run)
+    target = open_target(run.target)
+    drafters = [open_drafter(arm.folder, arm.card, target) for arm in arms]
+    prompts = bench_prompts(how.bench, target.tokenizer, how.prompts, how.longest)
+    for arm in arms:
+        console.print(f"{arm.name}: drafter {arm.folder}")
+    console.print(f"target {run.target.name} ({target.identity.fingerprint})")
+    guessers: list[tuple[Drafter, Budget]] = [(Plain(), Budget(nodes=1))]
+    guessers += [(drafter, arm.budget) for drafter, arm in zip(drafters, arms, strict=True)]
+    ladder = Ladder(target, how.rows, typical_context(prompts, how.tokens), widest(arms))
+    samples = decode_all(target, guessers, prompts, how, sampling, ladder, console)
+    cost = ladder.cost()
+    reports = []
+    for arm, mine in zip(arms, samples, strict=True):
+        learner = load_drafter(arm.folder, arm.card, target.ends, target.dtype)  # not packed: it grades, as in training
+        shared = overlap_by_depth(target, learner, mine)
+        apart = divergences(target, mine) if not how.temperature else []
+        shown = sample_text(target.tokenizer, mine)
+        reports.append(Report.of(mine, settings(run, arm, target.dtype), cost, shared, apart, shown))
+    for report in reports:
+        report.show(console, how.explain)
+    if len(reports) > 1:
+        compare(console, reports)
+    console.print(f"written to {write(reports, samples, run)}")
+    return reports[0]
+
+
+def arms_of(run: Run) -> list[Arm]:
+    """The drafters to measure, checked against the target before weights load."""
+    how = run.decode
     arms = [arm_of(run.conf_name, find_drafter(run), how)]
     arms += [arm_of(Path(name).name, find_beside(name), how) for name in how.beside]
     for name in how.bench:
@@ -49,32 +85,45 @@ def measure(run: Run) -> Report:
     identity = identify(target_folder(run.target), run.target.name, run.target.trust_remote_code)
     for arm in arms:
         require_target(arm.card, arm.folder, identity)
-    target = open_target(run.target)
-    guessers: list[tuple[Drafter, Budget]] = [(Plain(), Budget(nodes=1))]
-    guessers += [(open_drafter(arm.folder, arm.card, target), arm.budget) for arm in arms]
-    prompts = bench_prompts(how.bench, target.tokenizer, how.prompts, how.longest)
-    for arm in arms:
-        console.print(f"{arm.name}: drafter {arm.folder}")
-    console.print(f"target {run.target.name} ({target.identity.fingerprint})")
+    return arms
+
+
+def decode_all(
+    target: Target,
+    guessers: Sequence[tuple[Drafter, Budget]],
+    prompts: dict[str, list[list[int]]],
+    how: Decode,
+    sampling: Sampling,
+    ladder: Ladder,
+    console: Console,
+) -> list[list[Sample]]:
+    """For every guesser but the first, which is plain decoding, its samples: all arms interleaved, prompt by prompt, and the ladder climbed between."""
     for guesser, budget in guessers:  # warm up: first calls compile and allocate
         generate(target, guesser, [prompts[how.bench[0]][0]], 8, budget)
-    work = [(bench, batch) for bench, asked in prompts.items() for batch in batches(asked, how.rows)]
-    samples: list[list[Sample]] = [[] for _ in arms]
-    for number, (bench, batch) in enumerate(track(work, "decoding", console=console)):
+    work = [(bench, start) for bench, asked in prompts.items() for start in range(0, len(asked), how.rows)]
+    samples: list[list[Sample]] = [[] for _ in guessers[1:]]
+    for number, (bench, start) in enumerate(track(work, "decoding", console=console)):
+        batch = prompts[bench][start : start + how.rows]
         order = range(len(guessers)) if number % 2 else reversed(range(len(guessers)))  # no arm always goes first
         runs = {
             at: generate(target, guessers[at][0], batch, how.tokens, guessers[at][1], sampling, how.rows)
             for at in order
         }
         for at, mine in enumerate(samples, start=1):
-            mine.append(Sample(bench, drafted=runs[at], plain=runs[0]))
-    reports = [Report.of(mine, settings(run, arm, target.dtype)) for arm, mine in zip(arms, samples, strict=True)]
-    for report in reports:
-        report.show(console)
-    if len(reports) > 1:
-        compare(console, reports)
-    console.print(f"written to {write(reports, run)}")
-    return reports[0]
+            mine.append(Sample(bench, runs[at], runs[0], batch, start))
+        ladder.climb()
+    return samples
+
+
+def typical_context(prompts: dict[str, list[list[int]]], tokens: int) -> int:
+    """Tokens that stand before a round, on average: the prompt and half of what may be written after it."""
+    lengths = [len(ids) for asked in prompts.values() for ids in asked]
+    return sum(lengths) // len(lengths) + tokens // 2
+
+
+def widest(arms: Sequence[Arm]) -> int:
+    """Nodes of the largest tree that may be proposed."""
+    return max(max(arm.budget.nodes, len(arm.budget.paths) + 1) for arm in arms)
 
 
 def arm_of(name: str, folder: Path, how: Decode) -> Arm:
@@ -92,10 +141,6 @@ def check(how: Decode) -> None:
             raise ValueError(f"decode.{name}={getattr(how, name)} measures nothing; give at least {value}")
     if not how.bench:
         raise ValueError("decode.bench is empty; name a set of prompts, such as [gsm8k]")
-
-
-def batches(prompts: list[list[int]], rows: int) -> list[list[list[int]]]:
-    return [prompts[start : start + rows] for start in range(0, len(prompts), rows)]
 
 
 def budget_for(how: Decode, card: Card) -> Budget:
@@ -126,20 +171,31 @@ def settings(run: Run, arm: Arm, dtype: torch.dtype) -> dict[str, Any]:
         **{key: how[key] for key in ("tokens", "temperature", "top_k", "top_p", "rows", "longest")},
         "tree": [list(path) for path in budget.paths] or {"depth": budget.depth, "branch": budget.branch},
         "nodes": len(budget.paths) + 1 if budget.paths else budget.nodes,
+        "accept": "lossless",
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
+        "cpu": cpu_name(),
         "torch": torch.__version__,
         "taken": datetime.now().isoformat(timespec="seconds"),
     }
 
 
-def write(reports: Sequence[Report], run: Run) -> Path:
+def cpu_name() -> str:
+    """What the processor calls itself."""
+    listed = Path("/proc/cpuinfo")
+    lines = listed.read_text().splitlines() if listed.exists() else []
+    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
+
+
+def write(reports: Sequence[Report], samples: Sequence[Sequence[Sample]], run: Run) -> Path:
     """The reports as JSON, in a folder of their own: report.json, and one beside it for each drafter beside."""
     out = Path(run.decode.out or Path(run.out, "measure", datetime.now().strftime("%Y-%m-%d_%H-%M-%S")))
     make_folder(out)
+    if run.decode.trace:
+        names = [report.settings["drafter"] for report in reports]
+        write_trace(out / "trace.jsonl", dict(zip(names, samples, strict=True)))
     for number, report in enumerate(reports):
-        name = f"report_{report.settings['drafter']}.json" if number else "report.json"
-        beside = out / f".{name}.part"
-        beside.write_text(json.dumps(report.to_json(), indent=1))
-        beside.rename(out / name)
+        write_report(report, out / (f"report_{report.settings['drafter']}.json" if number else "report.json"))
+    write_page(out / "report.html", {report.settings["drafter"]: report.to_json() for report in reports})
     return out / "report.json"

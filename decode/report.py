@@ -1,42 +1,24 @@
-"""What a measurement says: tau, acceptance by depth, tokens per second, speed-up, where a round's time went.
+"""What a measurement says, as a table and as JSON. decode/figures.py defines the figures, decode/theory.py the forecasts."""
 
-Both arms are counted the same way: tokens after the end token or beyond the limit do not exist, the first token comes
-from reading the prompt and belongs to no round, and seconds are those of the rounds.
-"""
-
-import random
-from collections.abc import Callable, Sequence
+import json
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from decode.engine import PHASES, Run
+from decode import figures
+from decode.cost import Cost
+from decode.explain import explain
+from decode.figures import Depth, Figure, Sample, Tally, bootstrap
+from decode.hindsight import Divergence
+from decode.theory import Facts, Prediction, predictions
 
-DRAWS = 2000  # bootstrap resamples
-
-
-@dataclass
-class Sample:
-    """One prompt, or as many as are decoded side by side, by both arms one after the other."""
-
-    bench: str
-    drafted: Run
-    plain: Run
-
-
-@dataclass
-class Figure:
-    """A value with its 95 % bootstrap interval over prompts."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.2f} ({self.low:.2f}-{self.high:.2f})"
+VERSION = 2
 
 
 @dataclass
@@ -47,162 +29,248 @@ class Line:
     prompts: int
     tokens: int
     rounds: int
-    tau: Figure  # tokens committed in rounds / rounds
-    speedup: Figure  # tokens per second over plain decoding's
-    speedup_with_prompts: float  # the same with the time of reading prompts in both arms
+    tau: Figure  # tokens over passes of the target
+    tau_per_prompt: Figure  # mean of the prompts' own
+    speedup: Figure  # total tokens over total time, relative to plain decoding
+    speedup_per_prompt: Figure  # mean of the prompts' own
+    speedup_with_prompts: float  # with the time of reading prompts in both arms
     plain_tokens_per_second: float
     tokens_per_second: float
     equal: int  # outputs that are plain decoding's, token for token
     looped: float  # share of the target's own text that repeats an earlier 8-gram
+
+    @classmethod
+    def of(cls, bench: str, samples: Sequence[Sample]) -> "Line":
+        """The figures of `samples`."""
+        tally = Tally.of(samples)
+        pairs = [pair for sample in samples for pair in sample.texts()]
+        return cls(
+            bench,
+            len(pairs),
+            int(tally.tokens.sum()),
+            sum(sample.drafted.rounds for sample in samples),
+            bootstrap(tally, figures.tau),
+            bootstrap(tally, figures.tau_per_prompt),
+            bootstrap(tally, figures.speedup),
+            bootstrap(tally, figures.speedup_per_prompt),
+            figures.speedup_with_prompts(tally).item(),
+            figures.plain_speed(tally).item(),
+            figures.speed(tally).item(),
+            sum(ours == plain for ours, plain in pairs),
+            figures.looped([plain for _, plain in pairs]),
+        )
+
+    @classmethod
+    def read(cls, told: dict[str, Any]) -> "Line":
+        """The line that `told` was written from."""
+        values: dict[str, Any] = {
+            key: Figure(**_known(value)) if isinstance(value, dict) else value for key, value in _known(told).items()
+        }
+        return cls(**values)
 
 
 @dataclass
 class Report:
     """A measurement and what it was taken with."""
 
+    settings: dict[str, Any]
     lines: list[Line]  # pooled last
-    alpha: list[float]  # accepted at depth k, of those tried that were accepted down to k - 1
-    tried: list[int]
+    depths: list[Depth]
+    by_node: list[int]
+    counters: dict[str, Any]
+    draft_acceptance_rate: float
+    overlap: list[float]  # analytic acceptance by depth
     round_ms: dict[str, float]
     plain_round_ms: float
-    settings: dict[str, Any]
+    cost: Cost
+    predictions: list[Prediction]
+    divergences: list[Divergence]
+    explanation: list[str]
+    sample: dict[str, Any]
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], settings: dict[str, Any]) -> "Report":
+    def of(
+        cls,
+        samples: Sequence[Sample],
+        settings: dict[str, Any],
+        cost: Cost,
+        overlap: Sequence[float] = (),
+        divergences: Sequence[Divergence] = (),
+        sample: dict[str, Any] | None = None,
+    ) -> "Report":
         """The report of all samples."""
-        benches = list(dict.fromkeys(sample.bench for sample in samples))
-        lines = [line_of(bench, [sample for sample in samples if sample.bench == bench]) for bench in benches]
-        if len(benches) > 1:
-            lines.append(line_of("all", samples))
-        runs = [sample.drafted for sample in samples]
-        tried, alpha = alpha_by_depth(runs)
-        count = sum(run.rounds for run in runs)
-        round_ms = {phase: 1000 * sum(run.seconds[phase] for run in runs) / max(count, 1) for phase in PHASES}
-        plain = (
-            1000
-            * sum(seconds_of(sample.plain) for sample in samples)
-            / max(sum(sample.plain.rounds for sample in samples), 1)
+        lines = lines_of(samples)
+        facts = facts_of(samples, cost)
+        counted = figures.counters(figures.steps_of([sample.drafted for sample in samples]))
+        return cls(
+            settings,
+            lines,
+            facts.depths,
+            facts.by_node,
+            counted,
+            counted["num_accepted_tokens"] / max(counted["num_draft_tokens"], 1),
+            list(overlap),
+            facts.round_ms,
+            facts.plain,
+            cost,
+            predictions(facts),
+            list(divergences),
+            explain(facts),
+            sample or {},
         )
-        return cls(lines, alpha, tried, round_ms, plain, settings)
+
+    @classmethod
+    def read(cls, file: Path) -> "Report":
+        """The report in `file`. Raises ValueError where it is none of this version."""
+        try:
+            told = json.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ValueError(f"there is no report {file}; decode/run.py writes one") from None
+        except json.JSONDecodeError:
+            raise ValueError(f"{file} is no report: it is no JSON; measure again with decode/run.py") from None
+        version = told.pop("version", None) if isinstance(told, dict) else None
+        if version != VERSION:
+            raise ValueError(
+                f"{file} is a report of version {version} and this is version {VERSION}; measure again with decode/run.py"
+            )
+        told["lines"] = [Line.read(line) for line in told["lines"]]
+        told["cost"] = Cost(**told["cost"])
+        for name, kind in {"depths": Depth, "predictions": Prediction, "divergences": Divergence}.items():
+            told[name] = [kind(**one) for one in told[name]]
+        return cls(**told)
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain values."""
-        return {"version": 1, **asdict(self)}
+        return _told({"version": VERSION, **asdict(self)})
 
-    def show(self, console: Console) -> None:
+    @property
+    def lossy(self) -> bool:
+        """Whether the text may differ from the target's own."""
+        return self.settings["accept"] != "lossless"
+
+    def show(self, console: Console, explained: bool = False) -> None:
         """Print the tables, within 80 columns."""
         shown = ("target", "dtype", "tokens", "nodes", "temperature", "threads")
         console.print(f"\n{self.settings['drafter']} against plain decoding", style="bold")
         console.print(" ".join(f"{key}={self.settings[key]}" for key in shown))
-        table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
-        headings = ("set", "tau", "speed-up", "plain\ntok/s", "drafted\ntok/s", "equal", "looped")
-        for heading in headings:
-            table.add_column(heading, justify="left" if heading == "set" else "right", no_wrap=True)
+        console.print(self._results())
+        console.print(self._by_depth())
+        console.print(self._predicted())
+        told = self.counters
+        console.print(
+            f"accepted guesses  {self.draft_acceptance_rate:.1%}, {told['num_accepted_tokens']} of {told['num_draft_tokens']}"
+        )
+        spent = "  ".join(f"{phase} {ms:.1f}" for phase, ms in self.round_ms.items())
+        console.print(f"ms of a round     {spent}  all {sum(self.round_ms.values()):.1f}")
+        console.print(f"ms of a plain one {self.plain_round_ms:.1f}")
+        curve = zip(self.cost.nodes, self.cost.ms, strict=True)
+        console.print("ms of n nodes     " + " ".join(f"{nodes}:{ms:.0f}" for nodes, ms in curve))
+        if self.divergences:
+            widest = max(one.gap for one in self.divergences)
+            console.print(f"outputs that differ  {len(self.divergences)}, top two logits at most {widest:.3g} apart")
+        for sentence in self.explanation if explained else ():
+            console.print(sentence)
+
+    def _results(self) -> Table:
+        tau = "lossy tau" if self.lossy else "tau"
+        table = _table("set", tau, "speed-up", "plain\ntok/s", "drafted\ntok/s", "equal", "looped")
         for line in self.lines:
-            figures = (str(line.tau), str(line.speedup))
             speeds = (f"{line.plain_tokens_per_second:.1f}", f"{line.tokens_per_second:.1f}")
             counts = (f"{line.equal}/{line.prompts}", f"{line.looped:.0%}")
-            table.add_row(line.bench, *figures, *speeds, *counts, style="bold" if line.bench == "all" else None)
-        console.print(table)
-        depths = enumerate(zip(self.alpha, self.tried, strict=True), 1)
-        console.print("alpha by depth   " + "  ".join(f"{k}: {value:.2f} (n={n})" for k, (value, n) in depths))
-        spent = "  ".join(f"{phase} {ms:.1f}" for phase, ms in self.round_ms.items())
-        console.print(f"ms of a round    {spent}  together {sum(self.round_ms.values()):.1f}")
-        console.print(f"ms of a plain one  {self.plain_round_ms:.1f}")
+            style = "bold" if line.bench == "all" else None
+            table.add_row(line.bench, str(line.tau), str(line.speedup), *speeds, *counts, style=style)
+        return table
+
+    def _by_depth(self) -> Table:
+        table = _table("by depth", *(str(depth.depth) for depth in self.depths))
+        table.add_row("tried", *(str(depth.tried) for depth in self.depths))
+        table.add_row("alpha", *(f"{depth.alpha:.2f}" for depth in self.depths))
+        table.add_row("joint", *(f"{depth.joint:.2f}" for depth in self.depths))
+        if self.overlap:
+            table.add_row("overlap", *(f"{share:.2f}" for share in self.overlap[: len(self.depths)]))
+        return table
+
+    def _predicted(self) -> Table:
+        table = _table("", "measured", *(f"by {one.method}" for one in self.predictions))
+        pooled = self.lines[-1]
+        taus = (f"{one.tau:.2f} ({one.tau_error:+.0%})" for one in self.predictions)
+        speedups = (f"{one.speedup:.2f} ({one.speedup_error:+.0%})" for one in self.predictions)
+        table.add_row("lossy tau" if self.lossy else "tau", f"{pooled.tau.value:.2f}", *taus)
+        table.add_row("speed-up", f"{pooled.speedup.value:.2f}", *speedups)
+        return table
+
+
+def _table(first: str, *headings: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
+    table.add_column(first, no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _told(value: Any) -> Any:
+    """`value` for JSON, which has no word for what could not be measured but null."""
+    if isinstance(value, dict):
+        return {key: _told(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_told(one) for one in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _known(told: dict[str, Any]) -> dict[str, Any]:
+    return {key: math.nan if value is None else value for key, value in told.items()}
+
+
+def lines_of(samples: Sequence[Sample]) -> list[Line]:
+    """A line for each benchmark, and one for all where there are several."""
+    benches = list(dict.fromkeys(sample.bench for sample in samples))
+    lines = [Line.of(bench, [sample for sample in samples if sample.bench == bench]) for bench in benches]
+    return lines if len(lines) == 1 else [*lines, Line.of("all", samples)]
+
+
+def facts_of(samples: Sequence[Sample], cost: Cost) -> Facts:
+    """What forecasts and explanations go by. Raises ValueError where no round was measured."""
+    drafted, plain = [sample.drafted for sample in samples], [sample.plain for sample in samples]
+    steps = figures.steps_of(drafted)
+    if not steps:
+        raise ValueError("every text ended with its first token, so nothing was measured; choose other prompts")
+    tally = Tally.of(samples)
+    return Facts(
+        figures.tau(tally).item(),
+        figures.speedup(tally).item(),
+        figures.depths(steps),
+        figures.by_node(steps),
+        len(steps),
+        figures.round_ms(drafted),
+        figures.round_ms(plain),
+        [turn.width for run in drafted for turn in run.turns if turn.moved],
+        cost,
+    )
 
 
 def compare(console: Console, reports: Sequence[Report]) -> None:
     """Print one table of plain decoding and every drafter, all measured prompt by prompt in one run."""
     benches = [line.bench for line in reports[0].lines]
-    table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
-    table.add_column("", no_wrap=True)
-    for heading in (*(f"tau\n{bench}" for bench in benches), "speed-up", "tok/s", "equal"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = _table("", *(f"tau\n{bench}" for bench in benches), "speed-up", "predicted", "tok/s", "equal")
     plain = f"{reports[0].lines[-1].plain_tokens_per_second:.1f}"
-    table.add_row("plain", *("1.00" for _ in benches), "1.00", plain, "")
+    table.add_row("plain", *("1.00" for _ in benches), "1.00", "", plain, "")
     for report in reports:
         last = report.lines[-1]
         taus = (f"{line.tau.value:.2f}" for line in report.lines)
-        figures = (f"{last.speedup.value:.2f}", f"{last.tokens_per_second:.1f}", f"{last.equal}/{last.prompts}")
-        table.add_row(report.settings["drafter"], *taus, *figures)
+        speeds = (f"{last.speedup.value:.2f}", f"{report.predictions[-1].speedup:.2f}", f"{last.tokens_per_second:.1f}")
+        name = report.settings["drafter"] + " (lossy)" * report.lossy
+        table.add_row(name, *taus, *speeds, f"{last.equal}/{last.prompts}")
     console.print(table)
 
 
-def line_of(bench: str, samples: Sequence[Sample]) -> Line:
-    """The figures of `samples`."""
-    return Line(
-        bench,
-        sum(len(sample.drafted.generations) for sample in samples),
-        sum(tokens_of(sample.drafted) for sample in samples),
-        sum(sample.drafted.rounds for sample in samples),
-        bootstrap(samples, tau),
-        bootstrap(samples, speedup),
-        speedup(samples, prompts=True),
-        speed([sample.plain for sample in samples]),
-        speed([sample.drafted for sample in samples]),
-        sum(
-            ours == theirs
-            for sample in samples
-            for ours, theirs in zip(texts(sample.drafted), texts(sample.plain), strict=True)
-        ),
-        looped([tokens for sample in samples for tokens in texts(sample.plain)]),
-    )
+def write_report(report: Report, file: Path) -> None:
+    """The report as JSON, written beside and renamed."""
+    part = file.with_name(f".{file.name}.part")
+    part.write_text(json.dumps(report.to_json(), indent=1))
+    part.rename(file)
 
 
-def tokens_of(run: Run) -> int:
-    """Tokens committed in rounds."""
-    return sum(sum(generation.committed) for generation in run.generations)
+if __name__ == "__main__":
+    from decode.gather import command  # lays reports side by side; the figures above do not need it
 
-
-def seconds_of(run: Run) -> float:
-    return sum(run.seconds.values())
-
-
-def texts(run: Run) -> list[list[int]]:
-    return [generation.tokens for generation in run.generations]
-
-
-def speed(runs: Sequence[Run], prompts: bool = False) -> float:
-    """Tokens per second over the rounds of `runs`, or over prompts and rounds."""
-    seconds = sum(seconds_of(run) + prompts * run.prefill for run in runs)
-    tokens = sum(tokens_of(run) + prompts * len(run.generations) for run in runs)
-    return tokens / seconds if seconds else float("nan")
-
-
-def tau(samples: Sequence[Sample]) -> float:
-    """Tokens committed per pass of the target, the bonus token included: plain decoding has 1."""
-    passes = sum(len(generation.committed) for sample in samples for generation in sample.drafted.generations)
-    return sum(tokens_of(sample.drafted) for sample in samples) / passes if passes else float("nan")
-
-
-def speedup(samples: Sequence[Sample], prompts: bool = False) -> float:
-    """Total tokens over total time, relative to plain decoding."""
-    return speed([sample.drafted for sample in samples], prompts) / speed([sample.plain for sample in samples], prompts)
-
-
-def bootstrap(samples: Sequence[Sample], measure: Callable[[Sequence[Sample]], float]) -> Figure:
-    """`measure` with a 95 % interval from resampling prompts; both arms of a prompt stay together."""
-    rng = random.Random(0)
-    drawn = sorted(measure(rng.choices(samples, k=len(samples))) for _ in range(DRAWS if len(samples) > 1 else 1))
-    return Figure(measure(samples), drawn[int(0.025 * len(drawn))], drawn[int(0.975 * len(drawn))])
-
-
-def alpha_by_depth(runs: Sequence[Run]) -> tuple[list[int], list[float]]:
-    """For each depth, rounds in which a guess there could count, and the share of them in which it did."""
-    pairs = [
-        pair
-        for run in runs
-        for generation in run.generations
-        for pair in zip(generation.accepted, generation.offered, strict=True)
-    ]
-    deepest = max((offered for _, offered in pairs), default=0)
-    tried = [sum(offered >= depth for _, offered in pairs) for depth in range(1, deepest + 1)]
-    hits = [sum(accepted >= depth for accepted, _ in pairs) for depth in range(1, deepest + 1)]
-    return tried, [hit / count for hit, count in zip(hits, tried, strict=True)]
-
-
-def looped(written: Sequence[Sequence[int]]) -> float:
-    """Share of 8-grams that stood earlier in the same text: a target that repeats itself flatters every drafter."""
-    grams = [[tuple(tokens[at : at + 8]) for at in range(len(tokens) - 7)] for tokens in written]
-    total = sum(map(len, grams))
-    return 1 - sum(len(set(row)) for row in grams) / total if total else 0.0
+    command()

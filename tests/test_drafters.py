@@ -10,8 +10,8 @@ from hydra.utils import instantiate
 from torch import Tensor
 
 from decode.engine import generate
+from decode.figures import Sample, Tally, looped, tau
 from decode.opening import open_drafter, open_target
-from decode.report import Sample, looped, tau
 from models.drafter import Budget, Committed, Drafter, Plain
 from models.sampling import Voice
 from models.shelf import Card, load_drafter, read_card, save_drafter
@@ -216,4 +216,4 @@ def test_what_was_learned_by_heart_is_decoded_nearly_as_fast_as_can_be(family, f
         target(), taught.drafter, prompts(), taught.limit, Budget(tuple(chain(taught.depth)), best, taught.depth)
     )
     assert [one.tokens for one in drafted.generations] == answers(taught.limit)
-    assert 0.9 * best <= tau([Sample("", drafted, drafted)]) <= best
+    assert 0.9 * best <= tau(Tally.of([Sample("", drafted, drafted)])) <= best

@@ -86,6 +86,22 @@ def test_the_books_of_every_round_equal_reading_the_text(llama: Family, limit: i
 
 
 @pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("limit", [LIMIT, 3])
+def test_the_accepted_nodes_spell_the_text(llama: Family, limit: int, rows: int) -> None:
+    drafter = guesser(llama)
+    run = generate(llama.target, drafter, PROMPTS, limit, BUDGET, rows=rows)
+    for generation in run.generations:
+        proposals = drafter.proposed[tuple(PROMPTS[generation.prompt])][: len(generation.steps)]
+        at = 1
+        for step, (tokens, parents, valid) in zip(generation.steps, proposals, strict=True):
+            assert step.nodes == sum(valid) - 1
+            assert [parents[node] for node in step.path] == [0, *step.path][: len(step.path)]
+            assert [tokens[node] for node in step.path] == generation.tokens[at : at + len(step.path)]
+            at += step.committed
+    assert any(step.path != tuple(range(1, len(step.path) + 1)) for one in run.generations for step in one.steps)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
 def test_the_books_hold_where_an_end_token_cuts_an_accepted_path(llama: Family, end_token: int, rows: int) -> None:
     drafter = Guesser(
         {tuple(prompt): plain_greedy(llama.stock, prompt, LIMIT + 8, frozenset()) for prompt in PROMPTS},
@@ -199,7 +215,9 @@ def test_rounds_say_who_moved_who_finished_and_how_long_it_took(llama: Family) -
         assert tuple(turn.seconds) == PHASES
         assert all(seconds >= 0 for seconds in turn.seconds.values())
         assert 1 <= len(turn.moved) <= 3
+        assert turn.width == NODES
     assert turns[0].prefill > turns[-1].prefill  # nobody waits any more
     run = generate(llama.target, guesser(llama), PROMPTS, LIMIT, BUDGET, rows=3)
     assert run.rounds == len(turns)
+    assert run.seconds["verify"] == sum(turn.seconds["verify"] for turn in run.turns)
     assert run.seconds["verify"] > run.seconds["keep"] > 0

@@ -1,9 +1,8 @@
 """What a measurement says, against generations counted by hand."""
 
 import json
-import random
 import re
-import statistics
+import runpy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,16 +10,16 @@ import pytest
 import torch
 
 from conf.schema import Decode
-from decode.engine import Generation, Run, generate
+from decode.engine import generate
 from decode.measure import Arm, budget_for, measure, settings
 from decode.opening import find_drafter, open_drafter, open_target
 from decode.prompts import bench_prompts, questions
-from decode.report import Report, Sample, alpha_by_depth, bootstrap, looped, speedup, tau
+from decode.report import Report
 from models.drafter import Budget, Plain
 from models.shelf import Card, read_card
 from models.source import byte_tokenizer
 from models.tree import chain, ordered_paths
-from runs import changed, composed
+from runs import ROOT, changed, composed
 from train import job
 from train.data import write_rows
 from train.regenerate import answer
@@ -66,21 +65,49 @@ def test_a_measurement_counts_what_was_generated(loop):
     assert line.tokens == sum(len(one.tokens) - 1 for one in plain)
     assert line.tau.value == pytest.approx(line.tokens / passes)
     assert line.tau.value > 1.5
-    assert sum(loop.report.tried) == sum(sum(one.offered) for one in drafted)
+    assert sum(depth.tried for depth in loop.report.depths) == sum(sum(one.offered) for one in drafted)
+    assert sum(loop.report.by_node) == sum(sum(one.accepted) for one in drafted)
+    assert len(loop.report.by_node) == len(card.tree)
     assert line.speedup.value == pytest.approx(line.tokens_per_second / line.plain_tokens_per_second)
 
 
 def test_the_report_is_written_and_says_what_it_was_taken_with(loop):
     (folder,) = (loop.out / "measure").iterdir()
-    assert [file.name for file in folder.iterdir()] == ["report.json"]
+    assert sorted(file.name for file in folder.iterdir()) == ["report.html", "report.json"]
     written = json.loads((folder / "report.json").read_text())
     assert written == loop.report.to_json()
-    assert written["version"] == 1
+    assert written["version"] == 2
+    assert Report.read(folder / "report.json") == loop.report
     taken = written["settings"]
     assert (taken["drafter"], taken["target"], taken["dtype"]) == ("tiny", "tiny", "float32")
     assert taken["tree"] == [list(path) for path in ordered_paths(read_card(loop.out).tree[:9])]
     assert taken["nodes"] == len(taken["tree"]) + 1 > 2
     assert (taken["tokens"], taken["temperature"], taken["rows"]) == (21, 0.0, 1)
+    assert taken["accept"] == "lossless"
+    assert taken["cpu"]
+
+
+def test_the_raw_log_gives_the_written_figures_and_the_explanation_is_printed(loop, tmp_path, capsys):
+    how = ["decode.rows=3", "decode.trace=true", "decode.explain=true", f"decode.beside=[{loop.out}]"]
+    report = measure(composed(*EXACT, f"trained={loop.out}", *how, f"decode.out={tmp_path}/here"))
+    shown = capsys.readouterr().out
+    assert sorted(file.name for file in (tmp_path / "here").iterdir()) == [
+        "report.json", "report_out.json", "trace.jsonl",
+    ]  # fmt: skip
+    found = runpy.run_path(str(ROOT / "scripts" / "recompute.py"))["recompute"](tmp_path / "here" / "trace.jsonl")
+    assert list(found) == ["tiny", "out"]
+    for name, suffix in (("tiny", ""), ("out", "_out")):
+        written = Report.read(tmp_path / "here" / f"report{suffix}.json")
+        assert found[name]["tau"] == pytest.approx(written.lines[-1].tau.value)
+        assert found[name]["speedup"] == pytest.approx(written.lines[-1].speedup.value)
+        assert found[name]["num_accepted_tokens_per_pos"] == written.counters["num_accepted_tokens_per_pos"]
+    assert "A round yields" in shown
+    assert report.cost.nodes[-1] >= report.settings["nodes"]
+    assert len(report.overlap) == 2  # two heads
+    assert all(0 < share <= 1 for share in report.overlap)
+    assert report.divergences == []
+    assert report.sample["prompt"].startswith("user:")
+    assert {piece["by"] for piece in report.sample["pieces"]} <= {0, 1, 2}
 
 
 def test_prompts_side_by_side_are_counted_one_by_one(loop, tmp_path):
@@ -117,6 +144,9 @@ REFUSED = [
     ("depth", 0, "decode.depth=0"),
     ("longest", 3, "no prompt of tiny is within decode.longest=3 tokens; raise it"),
     ("temperature", -1.0, "temperature=-1.0"),
+    ("top_p", 0.0, "top_p is in (0, 1]"),
+    ("top_p", 1.5, "top_p is in (0, 1]"),
+    ("top_k", -1, "top_k are at least 0"),
     ("tokens", 9999, "exceed the 2048 tokens of tiny"),
 ]
 
@@ -247,128 +277,3 @@ def test_a_target_without_a_template_cannot_be_asked():
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="no chat template"):
         bench_prompts(["tiny"], tokenizer, 4, 400)
-
-
-# ---- figures
-
-
-def drafted(generations: list[list[tuple[int, int, int]]], seconds: float, prefill: float = 0.5) -> Run:
-    """A run in which every round of every generation accepted, offered and committed so much."""
-    made = []
-    for prompt, turns in enumerate(generations):
-        accepted, offered, committed = (list(values) for values in zip(*turns, strict=True)) if turns else ([], [], [])
-        made.append(Generation(prompt, list(range(1 + sum(committed))), False, accepted, offered, committed))
-    phases = {"draft": seconds / 8, "verify": seconds / 2, "accept": seconds / 8, "keep": seconds / 4}
-    return Run(made, phases, prefill, sum(map(len, generations)))
-
-
-def plain(tokens: list[int], seconds: float, prefill: float = 0.25) -> Run:
-    return drafted([[(0, 0, 1)] * (count - 1) for count in tokens], seconds, prefill)
-
-
-CUT = [(2, 3, 3), (0, 1, 1), (2, 2, 2)]  # the last round stands at the limit: its bonus token is beyond it
-SHORT = [(4, 4, 5), (1, 1, 1)]  # the last round ends the text with a guess
-SAMPLES = [
-    Sample("a", drafted([CUT], 2.0), plain([7], 3.0)),
-    Sample("a", drafted([SHORT], 1.0), plain([7], 4.0)),
-    Sample("b", drafted([[(0, 2, 1)], CUT], 4.0), plain([2, 7], 5.0)),
-    Sample("b", drafted([[]], 0.0), plain([1], 0.0)),  # its very first token ended the text
-]
-
-
-def test_tau_is_tokens_per_pass_whatever_was_cut():
-    assert tau(SAMPLES[:1]) == 6 / 3
-    assert tau(SAMPLES[1:2]) == 6 / 2
-    assert tau(SAMPLES) == (6 + 6 + 1 + 6) / (3 + 2 + 1 + 3)
-    assert tau([Sample("a", plain([7], 1.0), plain([7], 1.0))]) == 1.0
-
-
-def test_speed_up_is_tokens_per_second_over_plain_decoding():
-    assert speedup(SAMPLES[:2]) == pytest.approx((12 / 3.0) / (12 / 7.0))
-    assert speedup(SAMPLES) == pytest.approx((19 / 7.0) / (19 / 12.0))
-    assert speedup(SAMPLES, prompts=True) == pytest.approx((24 / 9.0) / (24 / 13.0))
-
-
-def test_alpha_is_of_those_tried_at_a_depth_the_share_accepted():
-    runs = [sample.drafted for sample in SAMPLES]
-    turns = [*CUT, *SHORT, (0, 2, 1), *CUT]
-    tried, alpha = alpha_by_depth(runs)
-    assert len(tried) == len(alpha) == 4
-    for depth in range(1, 5):
-        offered = [turn for turn in turns if turn[1] >= depth]
-        assert tried[depth - 1] == len(offered)
-        assert alpha[depth - 1] == sum(turn[0] >= depth for turn in offered) / len(offered)
-    assert alpha_by_depth([plain([5], 1.0)]) == ([], [])
-
-
-def looped_by_hand(texts: list[list[int]]) -> float:
-    repeated = total = 0
-    for text in texts:
-        for at in range(len(text) - 7):
-            total += 1
-            repeated += any(text[before : before + 8] == text[at : at + 8] for before in range(at))
-    return repeated / total if total else 0.0
-
-
-@pytest.mark.parametrize(
-    "texts",
-    [[[1] * 20], [list(range(30))], [[1, 2, 3] * 9, list(range(9))], [[1] * 7], [], [list(range(8)), list(range(8))]],
-)
-def test_the_looped_share_is_that_of_eights_that_stood_before(texts):
-    assert looped(texts) == pytest.approx(looped_by_hand(texts))
-
-
-def test_the_interval_holds_the_value_and_is_that_of_resampled_prompts():
-    rng = random.Random(5)
-    many = [
-        Sample(
-            "a",
-            drafted([[(rng.randrange(4), 4, rng.randrange(1, 5)) for _ in range(9)]], rng.uniform(1, 2)),
-            plain([30], 3.0),
-        )
-        for _ in range(25)
-    ]
-    for measured in (tau, speedup):
-        figure = bootstrap(many, measured)
-        assert figure.low < figure.value == measured(many) < figure.high
-        drawn = [measured([many[rng.randrange(25)] for _ in range(25)]) for _ in range(1000)]
-        low, *_, high = statistics.quantiles(drawn, n=40)
-        width = high - low
-        assert (figure.low, figure.high) == pytest.approx((low, high), abs=0.15 * width)
-        assert bootstrap(many, measured) == figure
-    alone = bootstrap(many[:1], tau)
-    assert alone.low == alone.value == alone.high
-
-
-def test_a_report_has_a_line_for_each_set_and_one_for_all():
-    report = Report.of(SAMPLES[:3], {"drafter": "d"})
-    assert [line.bench for line in report.lines] == ["a", "b", "all"]
-    a, b, pooled = report.lines
-    assert [line.prompts for line in report.lines] == [2, 2, 4]
-    assert [line.rounds for line in report.lines] == [5, 4, 9]
-    assert [line.tokens for line in report.lines] == [12, 7, 19]
-    assert (a.tau.value, b.tau.value, pooled.tau.value) == (12 / 5, 7 / 4, 19 / 9)
-    assert pooled.plain_tokens_per_second == 19 / 12.0
-    assert pooled.tokens_per_second == 19 / 7.0
-    assert [line.equal for line in report.lines] == [2, 2, 4]
-    assert report.round_ms == pytest.approx(
-        {"draft": 7000 / 8 / 9, "verify": 7000 / 2 / 9, "accept": 7000 / 8 / 9, "keep": 7000 / 4 / 9}
-    )
-    assert report.plain_round_ms == pytest.approx(12000 / 19)
-    assert [line.bench for line in Report.of(SAMPLES[:2], {}).lines] == ["a"]
-
-
-def test_outputs_that_differ_are_not_equal():
-    other = Sample("a", drafted([CUT], 2.0), plain([7], 3.0))
-    other.drafted.generations[0].tokens[-1] += 1
-    assert [line.equal for line in Report.of([SAMPLES[1], other], {}).lines] == [1]
-
-
-def test_the_report_is_shown_with_every_figure(loop, capsys):
-    from rich.console import Console
-
-    loop.report.show(Console(width=200))
-    text = capsys.readouterr().out
-    (line,) = loop.report.lines
-    for shown in (f"{line.tau}", f"{line.speedup}", "4/4", "alpha by depth", f"(n={loop.report.tried[0]})"):
-        assert shown in text
