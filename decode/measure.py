@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from conf.schema import Decode, Run
+from conf.schema import Decode, Proposal, Run
 from decode.engine import generate
 from decode.opening import find_beside, find_drafter, open_drafter, open_target, target_folder
 from decode.prompts import bench_file, bench_prompts
@@ -29,7 +29,7 @@ class Arm:
     """One drafter under measurement."""
 
     name: str
-    folder: Path
+    folder: Path | None  # None: it needs no training
     card: Card
     budget: Budget
 
@@ -48,16 +48,17 @@ def measure(run: Run) -> Report:
         bench_file(name)
     identity = identify(target_folder(run.target), run.target.name, run.target.trust_remote_code)
     for arm in arms:
-        require_target(arm.card, arm.folder, identity)
+        if arm.folder is not None:
+            require_target(arm.card, arm.folder, identity)
     target = open_target(run.target)
     guessers: list[tuple[Drafter, Budget]] = [(Plain(), Budget(nodes=1))]
     guessers += [(open_drafter(arm.folder, arm.card, target), arm.budget) for arm in arms]
     prompts = bench_prompts(how.bench, target.tokenizer, how.prompts, how.longest)
     for arm in arms:
-        console.print(f"{arm.name}: drafter {arm.folder}")
+        console.print(f"{arm.name}: drafter {arm.folder or arm.card.family}")
     console.print(f"target {run.target.name} ({target.identity.fingerprint})")
     for guesser, budget in guessers:  # warm up: first calls compile and allocate
-        generate(target, guesser, [prompts[how.bench[0]][0]], 8, budget)
+        generate(target, guesser, [prompts[how.bench[0]][0]], 8, budget, sampling)
     work = [(bench, batch) for bench, asked in prompts.items() for batch in batches(asked, how.rows)]
     samples: list[list[Sample]] = [[] for _ in arms]
     for number, (bench, batch) in enumerate(track(work, "decoding", console=console)):
@@ -77,9 +78,9 @@ def measure(run: Run) -> Report:
     return reports[0]
 
 
-def arm_of(name: str, folder: Path, how: Decode) -> Arm:
-    """The drafter in `folder`, and what it may propose."""
-    card = read_card(folder)
+def arm_of(name: str, found: Path | Card, how: Decode) -> Arm:
+    """The drafter that was found, in a folder or as a card alone, and what it may propose."""
+    folder, card = (None, found) if isinstance(found, Card) else (found, read_card(found))
     return Arm(name, folder, card, budget_for(how, card))
 
 
@@ -90,6 +91,14 @@ def check(how: Decode) -> None:
     for name, value in least.items():
         if getattr(how, name) < value:
             raise ValueError(f"decode.{name}={getattr(how, name)} measures nothing; give at least {value}")
+    if how.proposal is Proposal.sampled and not how.temperature:
+        raise ValueError(
+            "decode.proposal=sampled has nothing to draw at temperature 0; set decode.temperature, or use top"
+        )
+    if how.proposal is Proposal.sampled and how.tree == "dynamic":
+        raise ValueError(
+            "decode.tree=dynamic takes the likeliest branches, which are not drawn; use chain or a list of paths with decode.proposal=sampled"
+        )
     if not how.bench:
         raise ValueError("decode.bench is empty; name a set of prompts, such as [gsm8k]")
 
@@ -100,8 +109,9 @@ def batches(prompts: list[list[int]], rows: int) -> list[list[list[int]]]:
 
 def budget_for(how: Decode, card: Card) -> Budget:
     """How much may be proposed: the tree that `decode.tree` names, checked before weights load."""
+    sampled = how.proposal is Proposal.sampled
     if how.tree == "dynamic" or (how.tree == "auto" and not card.tree):
-        return Budget((), how.nodes, how.depth, how.branch)
+        return Budget((), how.nodes, how.depth, how.branch, sampled)
     if how.tree == "auto":
         paths = ordered_paths(card.tree)[: how.nodes - 1]
     elif how.tree == "chain":
@@ -112,7 +122,7 @@ def budget_for(how: Decode, card: Card) -> Budget:
         raise ValueError(
             f"decode.tree={how.tree}; use auto, chain, dynamic, or a list of paths such as [[0],[1],[0,0]]"
         )
-    return Budget(tuple(paths), max(how.nodes, len(paths) + 1), how.depth)
+    return Budget(tuple(paths), max(how.nodes, len(paths) + 1), how.depth, sampled=sampled)
 
 
 def settings(run: Run, arm: Arm, dtype: torch.dtype) -> dict[str, Any]:
@@ -120,11 +130,12 @@ def settings(run: Run, arm: Arm, dtype: torch.dtype) -> dict[str, Any]:
     how, budget = asdict(run.decode), arm.budget
     return {
         "drafter": arm.name,
-        "folder": arm.folder.name,
+        "folder": arm.folder.name if arm.folder else None,
         "target": run.target.name,
         "dtype": str(dtype).removeprefix("torch."),
         **{key: how[key] for key in ("tokens", "temperature", "top_k", "top_p", "rows", "longest")},
         "tree": [list(path) for path in budget.paths] or {"depth": budget.depth, "branch": budget.branch},
+        "proposal": run.decode.proposal.value,
         "nodes": len(budget.paths) + 1 if budget.paths else budget.nodes,
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),

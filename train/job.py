@@ -73,7 +73,10 @@ def prepare(run: Run, out: Path, config: dict[str, Any]) -> Accelerator:
     """The output folder and the accelerator, with every complaint before weights load."""
     if "_target_" not in run.drafter:
         raise ValueError("no drafter is chosen; give drafter= or name one in your conf, such as `- /drafter: medusa`")
-    family_class(run.drafter["_target_"], knobs_of(run))
+    if not family_class(run.drafter["_target_"], knobs_of(run)).needs_training:
+        raise ValueError(
+            f"{run.drafter['_target_']} needs no training; measure it: python decode/run.py conf={run.conf_name}"
+        )
     if min(run.log.evaluate_every, run.log.save_every) < 1:
         raise ValueError(
             "log.evaluate_every and log.save_every count steps; give at least 1, or more than optim.steps for never"
