@@ -83,6 +83,9 @@ class Drafter(nn.Module):
     def learn_vocabulary(self, counts: Tensor) -> None:
         """Choose a draft vocabulary from how often the target said each token, `counts` [V]; most drafters use all."""
 
+    def learn_successors(self, before: Tensor, said: Tensor) -> None:
+        """Count which tokens follow which: the target said `said` [P] right after `before` [P]; most drafters do not."""
+
     def inherit(self, layer: Callable[[int], dict[str, Tensor]]) -> None:
         """Start from the target's own weights: `layer(number)` gives a decoder layer's by name, and the final norm's."""
 

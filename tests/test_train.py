@@ -372,6 +372,11 @@ REFUSED = [
         {"_target_": "models.ngram.Ngram"},
         "models.ngram.Ngram needs no training; measure it: python decode/run.py",
     ),
+    (
+        "drafter",
+        {"_target_": "models.table.Table"},
+        "models.table.Table has no weights to train: it is only counted. Set optim.steps=0",
+    ),
     ("drafter._target_", "os.system", "os.system is no drafter family"),
     ("drafter", {}, "no drafter is chosen"),
     ("drafter.head", "both", "head=both"),
