@@ -22,6 +22,13 @@ class Wandb(Enum):
     online = "online"
 
 
+class Proposal(Enum):
+    """Which tokens a drafter guesses: its likeliest, or drawn ones, which need a temperature."""
+
+    top = "top"
+    sampled = "sampled"
+
+
 @dataclass
 class Wheel:
     """A model that rides in a Python wheel."""
@@ -98,6 +105,7 @@ class Decode:
     depth: int = 4  # of chains and dynamic trees
     branch: int = 4  # of dynamic trees: nodes that grow at every level, and children of each
     rows: int = 1
+    proposal: Proposal = Proposal.top
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from conf.schema import Decode, Run
+from conf.schema import Decode, Proposal, Run
 from decode.cost import Ladder
 from decode.engine import generate
 from decode.figures import Sample
@@ -35,7 +35,7 @@ class Arm:
     """One drafter under measurement."""
 
     name: str
-    folder: Path
+    folder: Path | None  # None: it needs no training
     card: Card
     budget: Budget
 
@@ -53,7 +53,7 @@ def measure(run: Run) -> Report:
     drafters = [open_drafter(arm.folder, arm.card, target) for arm in arms]
     prompts = bench_prompts(how.bench, target.tokenizer, how.prompts, how.longest)
     for arm in arms:
-        console.print(f"{arm.name}: drafter {arm.folder}")
+        console.print(f"{arm.name}: drafter {arm.folder or arm.card.family}")
     console.print(f"target {run.target.name} ({target.identity.fingerprint})")
     guessers: list[tuple[Drafter, Budget]] = [(Plain(), Budget(nodes=1))]
     guessers += [(drafter, arm.budget) for drafter, arm in zip(drafters, arms, strict=True)]
@@ -61,8 +61,9 @@ def measure(run: Run) -> Report:
     samples = decode_all(target, guessers, prompts, how, sampling, ladder, console)
     cost = ladder.cost()
     reports = []
-    for arm, mine in zip(arms, samples, strict=True):
-        learner = load_drafter(arm.folder, arm.card, target.ends, target.dtype)  # not packed: it grades, as in training
+    for arm, drafter, mine in zip(arms, drafters, samples, strict=True):
+        # what was trained grades as in training, not packed
+        learner = load_drafter(arm.folder, arm.card, target.ends, target.dtype) if arm.folder else drafter
         shared = overlap_by_depth(target, learner, mine)
         apart = divergences(target, mine) if not how.temperature else []
         shown = sample_text(target.tokenizer, mine)
@@ -84,7 +85,8 @@ def arms_of(run: Run) -> list[Arm]:
         bench_file(name)
     identity = identify(target_folder(run.target), run.target.name, run.target.trust_remote_code)
     for arm in arms:
-        require_target(arm.card, arm.folder, identity)
+        if arm.folder is not None:
+            require_target(arm.card, arm.folder, identity)
     return arms
 
 
@@ -99,7 +101,7 @@ def decode_all(
 ) -> list[list[Sample]]:
     """For every guesser but the first, which is plain decoding, its samples: all arms interleaved, prompt by prompt, and the ladder climbed between."""
     for guesser, budget in guessers:  # warm up: first calls compile and allocate
-        generate(target, guesser, [prompts[how.bench[0]][0]], 8, budget)
+        generate(target, guesser, [prompts[how.bench[0]][0]], 8, budget, sampling)
     work = [(bench, start) for bench, asked in prompts.items() for start in range(0, len(asked), how.rows)]
     samples: list[list[Sample]] = [[] for _ in guessers[1:]]
     for number, (bench, start) in enumerate(track(work, "decoding", console=console)):
@@ -126,9 +128,9 @@ def widest(arms: Sequence[Arm]) -> int:
     return max(max(arm.budget.nodes, len(arm.budget.paths) + 1) for arm in arms)
 
 
-def arm_of(name: str, folder: Path, how: Decode) -> Arm:
-    """The drafter in `folder`, and what it may propose."""
-    card = read_card(folder)
+def arm_of(name: str, found: Path | Card, how: Decode) -> Arm:
+    """The drafter that was found, in a folder or as a card alone, and what it may propose."""
+    folder, card = (None, found) if isinstance(found, Card) else (found, read_card(found))
     return Arm(name, folder, card, budget_for(how, card))
 
 
@@ -139,14 +141,23 @@ def check(how: Decode) -> None:
     for name, value in least.items():
         if getattr(how, name) < value:
             raise ValueError(f"decode.{name}={getattr(how, name)} measures nothing; give at least {value}")
+    if how.proposal is Proposal.sampled and not how.temperature:
+        raise ValueError(
+            "decode.proposal=sampled has nothing to draw at temperature 0; set decode.temperature, or use top"
+        )
+    if how.proposal is Proposal.sampled and how.tree == "dynamic":
+        raise ValueError(
+            "decode.tree=dynamic takes the likeliest branches, which are not drawn; use chain or a list of paths with decode.proposal=sampled"
+        )
     if not how.bench:
         raise ValueError("decode.bench is empty; name a set of prompts, such as [gsm8k]")
 
 
 def budget_for(how: Decode, card: Card) -> Budget:
     """How much may be proposed: the tree that `decode.tree` names, checked before weights load."""
+    sampled = how.proposal is Proposal.sampled
     if how.tree == "dynamic" or (how.tree == "auto" and not card.tree):
-        return Budget((), how.nodes, how.depth, how.branch)
+        return Budget((), how.nodes, how.depth, how.branch, sampled)
     if how.tree == "auto":
         paths = ordered_paths(card.tree[: how.nodes - 1])
     elif how.tree == "chain":
@@ -157,7 +168,7 @@ def budget_for(how: Decode, card: Card) -> Budget:
         raise ValueError(
             f"decode.tree={how.tree}; use auto, chain, dynamic, or a list of paths such as [[0],[1],[0,0]]"
         )
-    return Budget(tuple(paths), max(how.nodes, len(paths) + 1), how.depth)
+    return Budget(tuple(paths), max(how.nodes, len(paths) + 1), how.depth, sampled=sampled)
 
 
 def settings(run: Run, arm: Arm, dtype: torch.dtype) -> dict[str, Any]:
@@ -165,11 +176,12 @@ def settings(run: Run, arm: Arm, dtype: torch.dtype) -> dict[str, Any]:
     how, budget = asdict(run.decode), arm.budget
     return {
         "drafter": arm.name,
-        "folder": arm.folder.name,
+        "folder": arm.folder.name if arm.folder else None,
         "target": run.target.name,
         "dtype": str(dtype).removeprefix("torch."),
         **{key: how[key] for key in ("tokens", "temperature", "top_k", "top_p", "rows", "longest")},
         "tree": [list(path) for path in budget.paths] or {"depth": budget.depth, "branch": budget.branch},
+        "proposal": run.decode.proposal.value,
         "nodes": len(budget.paths) + 1 if budget.paths else budget.nodes,
         "accept": "lossless",
         "threads": torch.get_num_threads(),

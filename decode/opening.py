@@ -4,13 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from conf import packaged
 from conf.schema import Run
 from conf.schema import Target as TargetConf
 from models.drafter import Drafter
 from models.packed import packs
-from models.shelf import CARD, Card, load_drafter, require_target
+from models.shelf import CARD, Card, load_drafter, require_target, untrained
 from models.source import from_hub, from_random, from_wheel
 from models.target import Target, load_target
 
@@ -46,10 +47,15 @@ def _quantized(bits: str) -> Any:
     )
 
 
-def find_drafter(run: Run) -> Path:
-    """The folder of the run's drafter: the one `trained` names, else what the run trained, else the one that ships."""
+def find_drafter(run: Run) -> Path | Card:
+    """The folder of the run's drafter: the one `trained` names, else what the run trained, else the one that ships.
+
+    A drafter that needs no training has a card instead.
+    """
     if run.trained:
         return from_hub(run.trained, kind="drafter")
+    if run.drafter and (card := untrained(run.drafter)):
+        return card
     if found := trained_by(run.conf_name, Path(run.out)):
         return found
     raise ValueError(
@@ -57,9 +63,16 @@ def find_drafter(run: Run) -> Path:
     )
 
 
-def find_beside(name: str) -> Path:
-    """The folder of another drafter: what the conf `name` trained or ships, else the folder or Hub name."""
-    return trained_by(name, Path("outputs", name)) or from_hub(name, kind="drafter")
+def find_beside(name: str) -> Path | Card:
+    """The folder of another drafter: what the conf `name` trained or ships, else the folder or Hub name.
+
+    `name` may also be a file of conf/drafter whose family needs no training.
+    """
+    if found := trained_by(name, Path("outputs", name)):
+        return found
+    part = packaged(f"pkg://conf/drafter/{name}.yaml")
+    card = untrained(yaml.safe_load(part.read_text())) if part.exists() else None
+    return card or from_hub(name, kind="drafter")
 
 
 def trained_by(conf: str, out: Path) -> Path | None:
@@ -68,9 +81,10 @@ def trained_by(conf: str, out: Path) -> Path | None:
     return next((folder for folder in folders if (folder / CARD).exists()), None)
 
 
-def open_drafter(folder: Path, card: Card, target: Target) -> Drafter:
-    """The drafter in `folder`, checked against the target it is to draft for."""
-    require_target(card, folder, target.identity)
+def open_drafter(folder: Path | None, card: Card, target: Target) -> Drafter:
+    """The drafter in `folder`, checked against the target it is to draft for; without one, made from its card."""
+    if folder is not None:
+        require_target(card, folder, target.identity)
     drafter = load_drafter(folder, card, target.ends, target.dtype)
     if packs(target.device, target.dtype):
         drafter.ready()

@@ -25,16 +25,16 @@ class KVCache(Cache):
         self.slots = torch.empty(0)  # [B, N] where the nodes of this pass go
         super().__init__(layers=[_Layer(self, index) for index in range(layers)])
 
-    def open(self, nodes: int) -> None:
-        """Make ready for a pass over `nodes` new tokens in every row."""
+    def open(self, nodes: int, known: int = 0) -> None:
+        """Make ready for a pass over `nodes` new tokens in every row, behind the `known` ones of the passes before."""
         self.filled = None
-        self.end = int(self.lengths.max()) + nodes
+        self.end = int(self.lengths.max()) + known + nodes
         if self.end > self.capacity:
             raise ValueError(
                 f"the cache holds {self.capacity} tokens a row and this pass needs {self.end}; ask for fewer new tokens or a smaller tree"
             )
         self.aligned = bool((self.lengths == self.lengths[0]).all())
-        self.slots = (self.lengths[:, None] + torch.arange(nodes)).to(self.where)
+        self.slots = (self.lengths[:, None] + known + torch.arange(nodes)).to(self.where)
 
     def fill(self, rows: Tensor, lengths: Tensor) -> None:
         """Make ready for a pass that reads the prompts of `rows` [R] afresh; `lengths` [R] of them will count."""

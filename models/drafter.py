@@ -71,15 +71,20 @@ class Budget:
     nodes: int = 10  # tree size, root included
     depth: int = 4
     branch: int = 4  # in a dynamic tree: nodes that grow at every level, and children of each
+    sampled: bool = False  # guesses are drawn as the row speaks, which must not be greedily; False: top picks
 
 
 class Drafter(nn.Module):
     """Guesses for the target. A family is one module that overrides what follows."""
 
     taps: tuple[int, ...] = ()  # () reads the last hidden state only, or nothing
+    needs_training = True  # False: it drafts for any target as it is made, from its knobs alone
 
     def learn_vocabulary(self, counts: Tensor) -> None:
         """Choose a draft vocabulary from how often the target said each token, `counts` [V]; most drafters use all."""
+
+    def learn_successors(self, before: Tensor, said: Tensor) -> None:
+        """Count which tokens follow which: the target said `said` [P] right after `before` [P]; most drafters do not."""
 
     def inherit(self, layer: Callable[[int], dict[str, Tensor]]) -> None:
         """Start from the target's own weights: `layer(number)` gives a decoder layer's by name, and the final norm's."""

@@ -201,7 +201,7 @@ class Eagle3(Drafter):
     @torch.inference_mode()
     def propose(self, committed: Committed, state: "Memory", budget: Budget, voice: Voice) -> TokenTree:
         """A chain, a static or a dynamic tree, grown on the drafter's own states below the last verified pair."""
-        return grow(committed.bonus, Growing(self, committed, state), self.vocabulary.to_target, budget)
+        return grow(committed.bonus, Growing(self, committed, state), self.vocabulary, budget, voice)
 
 
 class Memory:

@@ -5,12 +5,15 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+if TYPE_CHECKING:
+    from models.target import Target
 
 
 class Ends:
@@ -25,6 +28,7 @@ class Ends:
         self.scale = logit_scale(config)
         self.cap: float | None = getattr(config, "final_logit_softcapping", None)
         self.embedding_scale = embedding_scale(config)
+        self.target: Target | None = None  # whose ends these are, where it is loaded whole
 
     @property
     def width(self) -> int:

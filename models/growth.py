@@ -1,52 +1,123 @@
 """Trees grown level by level, for drafters whose guesses depend on the branch they stand on.
 
-B rows, F nodes that grow at a level, W children of each, V draft vocabulary.
+B rows, N nodes, F nodes that grow at a level, C children of all of them, W picks, V draft vocabulary.
 """
 
 from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from models.drafter import Budget
-from models.tree import Path, TokenTree, parents_of
+from models.sampling import Voice
+from models.tree import Path, TokenTree, chain, parents_of
+from models.vocabulary import DraftVocabulary
 
 # tokens [B, F] and where their parents stood [B, F] among the nodes that grew before
-# -> log-probabilities [B, F, V] of what follows, and the target's id of each draft token comes from `spell`
+# -> log-probabilities [B, F, V] of what follows, or [B, 1, V] where that is the same below every node;
+# and the target's id of each draft token comes from `spell`
 Ask = Callable[[Tensor, Tensor], Tensor]
 Spell = Callable[[Tensor], Tensor]
 
 
-def grow(root: Tensor, ask: Ask, spell: Spell, budget: Budget) -> TokenTree:
-    """A tree below the tokens `root` [B]: the static one of `budget.paths`, or a dynamic one where there are none."""
+def grow(root: Tensor, ask: Ask, vocabulary: DraftVocabulary, budget: Budget, voice: Voice) -> TokenTree:
+    """A tree below the tokens `root` [B]: the static one of `budget.paths`, or a dynamic one where there are none.
+
+    A sampled one has the shape of `budget.paths`, or is a chain.
+    """
+    if budget.sampled:
+        if not voice.sampling.temperature:
+            raise ValueError("at temperature 0 there is nothing to draw; propose top picks, or raise the temperature")
+        paths = budget.paths or tuple(chain(min(budget.depth, budget.nodes - 1)))
+        return grow_sampled(root, ask, vocabulary, paths, voice)
     if budget.paths:
-        return grow_static(root, ask, spell, budget.paths)
-    return grow_dynamic(root, ask, spell, budget.depth, budget.branch, budget.nodes)
+        return grow_static(root, ask, vocabulary.to_target, budget.paths)
+    return grow_dynamic(root, ask, vocabulary.to_target, budget.depth, budget.branch, budget.nodes)
+
+
+class Level(NamedTuple):
+    """The nodes of one depth that have children, and those children; nodes are numbered as in the tree."""
+
+    inner: list[int]  # [F]
+    places: list[int]  # [F] where their parents stood among the inner nodes of the level before
+    children: list[int]  # [C]
+    above: list[int]  # [C] each child's parent among `inner`
+    ranks: list[int]  # [C]
+
+
+@cache
+def levels(paths: tuple[Path, ...]) -> list[Level]:
+    """The tree of `paths`, level by level."""
+    parents, found, before = parents_of(paths), [], {-1: 0}
+    for depth in range(max(map(len, paths))):
+        children = [node for node, path in enumerate(paths, start=1) if len(path) == depth + 1]
+        inner = sorted({parents[child] for child in children})
+        here = {node: place for place, node in enumerate(inner)}
+        places = [before[parents[node]] for node in inner]
+        above = [here[parents[child]] for child in children]
+        found.append(Level(inner, places, children, above, [paths[child - 1][-1] for child in children]))
+        before = here
+    return found
+
+
+def asked_below(level: Level, tokens: Tensor, ask: Ask) -> Tensor:
+    """What follows the inner nodes of `level` in a tree that so far holds `tokens` [B, N]."""
+    growing = tokens[:, level.inner]
+    return ask(growing, torch.tensor(level.places, device=tokens.device).expand_as(growing))
 
 
 def grow_static(root: Tensor, ask: Ask, spell: Spell, paths: tuple[Path, ...]) -> TokenTree:
     """The tree of `paths`: only nodes with children are asked what follows."""
-    inner = sorted({path[:-1] for path in paths}, key=lambda path: (len(path), path))
-    found: dict[Path, Tensor] = {(): root}
-    before: dict[Path, int] = {(): 0}
-    for depth in range(len(inner[-1]) + 1):
-        growing = [path for path in inner if len(path) == depth]
-        width = 1 + max(path[-1] for path in paths if len(path) == depth + 1)
-        tokens = torch.stack([found[path] for path in growing], dim=1)
-        places = torch.tensor([before[path[:-1]] for path in growing], device=root.device)
-        log_probs = ask(tokens, places.expand_as(tokens))
+    tokens = root[:, None].repeat(1, len(paths) + 1)
+    for level in levels(paths):
+        log_probs, width = asked_below(level, tokens, ask), 1 + max(level.ranks)
         if width > log_probs.shape[-1]:
             raise ValueError(
                 f"the tree takes the {width}th pick of a draft vocabulary of {log_probs.shape[-1]} tokens; choose a narrower tree"
             )
-        picks = spell(log_probs.topk(width).indices)
-        before = {path: place for place, path in enumerate(growing)}
-        for path in paths:
-            if len(path) == depth + 1:
-                found[path] = picks[:, before[path[:-1]], path[-1]]
-    tokens = torch.stack([root, *(found[path] for path in paths)], dim=1)
-    parents = torch.tensor(parents_of(paths), device=root.device).expand_as(tokens)
-    return TokenTree(tokens, parents, torch.ones_like(tokens, dtype=torch.bool))
+        picks = spell(log_probs.topk(width).indices).expand(-1, len(level.inner), -1)
+        tokens[:, level.children] = picks[:, level.above, level.ranks]
+    return TokenTree(tokens, _parents(paths, tokens), torch.ones_like(tokens, dtype=torch.bool))
+
+
+def grow_sampled(
+    root: Tensor, ask: Ask, vocabulary: DraftVocabulary, paths: tuple[Path, ...], voice: Voice
+) -> TokenTree:
+    """The tree of `paths` with children drawn as each row speaks: siblings one after the other, without replacement.
+
+    The first listed of them is the first draw, whatever its rank: a draw left out would make the next one's odds
+    others than the accept rule knows. Where a drafter runs out of tokens, the node and what is below it are not used.
+    """
+    tokens = root[:, None].repeat(1, len(paths) + 1)
+    valid, child_probs = torch.ones_like(tokens, dtype=torch.bool), None
+    for level in levels(paths):
+        probs = voice.sampling.probs(asked_below(level, tokens, ask)).expand(-1, len(level.inner), -1)
+        if child_probs is None:
+            child_probs = probs.new_zeros(*tokens.shape, vocabulary.whole)
+        child_probs[:, level.inner] = vocabulary.spread(probs)
+        picks, drawn = _draw(probs, level, voice)
+        tokens[:, level.children] = vocabulary.to_target(picks)
+        valid[:, level.children] = drawn & valid[:, level.inner][:, level.above]
+    return TokenTree(tokens, _parents(paths, tokens), valid, child_probs)
+
+
+def _draw(probs: Tensor, level: Level, voice: Voice) -> tuple[Tensor, Tensor]:
+    """[B, C] draft tokens of the children below nodes that believe in `probs` [B, F, V], and whether there was one left."""
+    left = probs.clone()
+    picks = torch.zeros(len(probs), len(level.children), dtype=torch.long)
+    drawn = torch.zeros_like(picks, dtype=torch.bool)
+    for row, draw in enumerate(voice.draws):
+        for child, above in enumerate(level.above):
+            if left[row, above].any():
+                picks[row, child], drawn[row, child] = draw(left[row, above]), True
+                left[row, above, picks[row, child]] = 0.0
+    return picks.to(probs.device), drawn.to(probs.device)
+
+
+def _parents(paths: tuple[Path, ...], tokens: Tensor) -> Tensor:
+    return torch.tensor(parents_of(paths), device=tokens.device).expand_as(tokens)
 
 
 def grow_dynamic(root: Tensor, ask: Ask, spell: Spell, depth: int, branch: int, nodes: int) -> TokenTree:
@@ -63,7 +134,7 @@ def grow_dynamic(root: Tensor, ask: Ask, spell: Spell, depth: int, branch: int, 
         log_probs = ask(tokens, places)
         best = log_probs.topk(min(branch, log_probs.shape[-1]))
         width = best.indices.shape[-1]
-        children = spell(best.indices).flatten(1)
+        children = spell(best.indices).expand(-1, tokens.shape[1], -1).flatten(1)
         worth = (scores[..., None] + best.values).flatten(1)
         every.append((children, made.repeat_interleave(width, dim=1), worth))
         top = worth.topk(min(branch, worth.shape[1]))

@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 from torch.utils.checkpoint import checkpoint
 
+from models.drafter import FeatureBatch, Loss, asked
 from models.ends import Ends
-from models.vocabulary import OUTSIDE
+from models.vocabulary import OUTSIDE, DraftVocabulary
 
 CHUNK = 4096  # rows whose logits over the target's whole vocabulary exist at the same time
 
@@ -60,6 +61,27 @@ def soft_loss(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
     """KL(target || draft), both over the draft vocabulary: logits [R, V] each (Hinton et al. 2015, at temperature 1)."""
     draft = draft_logits.float().log_softmax(-1)
     return kl_div(draft, target_logits.float().log_softmax(-1), reduction="sum", log_target=True)
+
+
+@torch.no_grad()
+def first_depth(
+    batch: FeatureBatch, ends: Ends, vocabulary: DraftVocabulary, logits_at: Callable[[Tensor, Tensor], Tensor]
+) -> Loss:
+    """What the first guess of a drafter without weights of its own is worth on `batch`; the loss itself is 0.
+
+    `logits_at` gives what it says [R, V] after token `at` [R] of `row` [R].
+    """
+    (where,) = asked(batch.loss_mask, batch.document, 1)
+    row, at = where.nonzero(as_tuple=True)
+
+    def grade(row: Tensor, at: Tensor) -> Tensor:
+        draft_logits, label = logits_at(row, at), vocabulary.to_draft(batch.input_ids[row, at + 1])
+        teacher = Teacher.of(ends, batch.last_hidden[row, at], vocabulary.ids)
+        return torch.stack([(draft_logits.argmax(-1) == label).sum().float(), overlap(draft_logits, teacher)])
+
+    hits, shared = summed(grade, row, at + 1)
+    seen = where.sum().float()
+    return Loss(torch.zeros_like(seen), seen, seen[None], hits[None], shared[None])
 
 
 def overlap(draft_logits: Tensor, teacher: Teacher) -> Tensor:

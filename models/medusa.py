@@ -4,6 +4,7 @@ B rows, T positions, D width, V vocabulary, K heads, R supervised positions or r
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,11 +13,11 @@ from torch import Tensor, nn
 
 from models.drafter import Budget, Committed, Drafter, FeatureBatch, Loss, asked
 from models.ends import Ends
-from models.growth import grow_dynamic
+from models.growth import grow
 from models.losses import Teacher, hard_loss, overlap, soft_loss, summed
 from models.packed import PackedLinear
 from models.sampling import Voice
-from models.tree import TokenTree, parents_of, rank_of
+from models.tree import TokenTree, rank_of
 from models.vocabulary import DraftVocabulary
 
 
@@ -149,23 +150,16 @@ class Medusa(Drafter):
 
     @torch.inference_mode()
     def propose(self, committed: Committed, state: Any, budget: Budget, voice: Voice) -> TokenTree:
-        """A tree filled with the heads' top picks; siblings under different parents share tokens."""
+        """A tree filled from the heads, each of which says the same below every node of its depth."""
         paths = budget.paths
         depth = max(map(len, paths)) if paths else min(budget.depth, len(self.blocks))
         if depth > len(self.blocks):
             raise ValueError(
                 f"the tree is {depth} deep and this drafter has {len(self.blocks)} heads; choose a shallower tree"
             )
-        logits = self._guesses(committed.last_hidden, depth)
-        if not paths:
-            levels = iter(logits.float().log_softmax(-1).unbind(1))
-            ask = lambda tokens, _: next(levels)[:, None].expand(-1, tokens.shape[1], -1)  # noqa: E731
-            return grow_dynamic(committed.bonus, ask, self.vocabulary.to_target, depth, budget.branch, budget.nodes)
-        picks = self.vocabulary.to_target(logits.topk(max(map(max, paths)) + 1).indices)
-        guessed = picks[:, [len(path) - 1 for path in paths], [path[-1] for path in paths]]
-        tokens = torch.cat([committed.bonus[:, None], guessed], dim=1)
-        parents = torch.tensor(parents_of(paths), device=tokens.device).expand_as(tokens)
-        return TokenTree(tokens, parents, torch.ones_like(tokens, dtype=torch.bool))
+        levels = iter(self._guesses(committed.last_hidden, depth).float().log_softmax(-1).unbind(1))
+        ask = lambda tokens, places: next(levels)[:, None]  # noqa: E731
+        return grow(committed.bonus, ask, self.vocabulary, replace(budget, depth=depth), voice)
 
     def _guesses(self, hidden: Tensor, depth: int) -> Tensor:
         """Logits [B, depth, V] of the first `depth` heads on final states [B, D]."""

@@ -117,9 +117,22 @@ def family_class(family: str, knobs: Iterable[str]) -> type[Drafter]:
     return found
 
 
-def load_drafter(folder: Path, card: Card, ends: Ends, dtype: torch.dtype) -> Drafter:
-    """The drafter in `folder` on the target's ends, for decoding; every missing, extra or misshapen tensor is named."""
+def untrained(drafter: dict[str, Any]) -> Card | None:
+    """A card for `drafter`, a family and its knobs as in conf/drafter/*.yaml; None where it needs training."""
+    knobs = {key: value for key, value in drafter.items() if not key.startswith("_")}
+    if family_class(drafter["_target_"], knobs).needs_training:
+        return None
+    return Card(drafter["_target_"], knobs, target={}, taps=[])
+
+
+def load_drafter(folder: Path | None, card: Card, ends: Ends, dtype: torch.dtype) -> Drafter:
+    """The drafter in `folder` on the target's ends, for decoding; every missing, extra or misshapen tensor is named.
+
+    One that needs no training has no folder.
+    """
     drafter = family_class(card.family, card.knobs)(ends, **card.knobs)
+    if folder is None:
+        return drafter.to(device=ends.head.device, dtype=dtype).eval()
     if list(drafter.taps) != card.taps:
         raise ValueError(
             f"{folder / CARD} lists taps {card.taps} and its knobs mean {list(drafter.taps)}; the two must be the same, in ascending order"

@@ -3,6 +3,7 @@
 B rows, T text tokens, N tree nodes, D width, L taps, V vocabulary.
 """
 
+import copy
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,7 @@ class Target:
         self.tokenizer, self.identity = tokenizer, identity
         self.config: PretrainedConfig = model.config.get_text_config(decoder=True)
         self.ends = Ends.of(model)
+        self.ends.target = self
         self.device, self.dtype = self.ends.head.device, self.ends.head.dtype
         self.layers = decoder_layers(model, self.config.num_hidden_layers)
         self.taps: tuple[int, ...] = ()
@@ -90,6 +92,22 @@ class Target:
 
         return catch
 
+    def shallow(self, layers: int) -> "Target":
+        """This target's own first `layers` under its norm and head, as a small target that shares every weight with it."""
+        if not 0 < layers < len(self.layers):
+            raise ValueError(
+                f"layers={layers}: {self.identity.name} has {len(self.layers)} layers; take at least 1 and not all"
+            )
+        if "forward" in vars(self.body):  # bound to the whole body by those who spread it over devices
+            raise ValueError(
+                f"the layers of {self.identity.name} are spread by device_map; name= a draft model instead"
+            )
+        twin = copy.copy(self)
+        twin.body = shortened(self.body, self.layers, layers)
+        twin.layers = self.layers[:layers]
+        twin.taps, twin._hooks, twin._caught = (), [], {}
+        return twin
+
     def cache(self, rows: int, capacity: int) -> KVCache:
         """Room for `rows` sequences of `capacity` tokens."""
         return KVCache(len(self.layers), rows, capacity, self.device)
@@ -110,9 +128,12 @@ class Target:
         return Reading(self._features(hidden), hidden, self.logits(last)[:, None])
 
     @torch.inference_mode()
-    def read(self, tree: TokenTree, cache: KVCache) -> Reading:
-        """Read every node of `tree` after what each row of the cache holds: one pass, logits [B, N, V] for all nodes."""
-        cache.open(tree.tokens.shape[1])
+    def read(self, tree: TokenTree, cache: KVCache, known: int = 0) -> Reading:
+        """Read every node of `tree` after what each row of the cache holds: one pass, logits [B, N, V] for all nodes.
+
+        The first `known` nodes were read by the passes before, since anything was kept: they are not read again.
+        """
+        cache.open(tree.tokens.shape[1] - known, known)
         before = cache.lengths.to(self.device)[:, None]
         position = before + tree.depth
         slot = torch.arange(cache.end, device=self.device)
@@ -122,8 +143,11 @@ class Target:
         seen = tree.mask.gather(2, index[:, None].expand(-1, tree.tokens.shape[1], -1))
         seen = torch.where(held[:, None], True, seen & (node < tree.tokens.shape[1])[:, None])
         at = torch.where(held, slot, position.gather(1, index))
-        masks = self._masks(seen, position[:, :, None] - at[:, None])
-        hidden = self._run(input_ids=tree.tokens, attention_mask=masks, position_ids=position, cache=cache)
+        new = slice(known, None)
+        masks = self._masks(seen[:, new], position[:, new, None] - at[:, None])
+        hidden = self._run(
+            input_ids=tree.tokens[:, new], attention_mask=masks, position_ids=position[:, new], cache=cache
+        )
         return Reading(self._features(hidden), hidden, self.logits(hidden))
 
     @torch.inference_mode()
@@ -159,7 +183,7 @@ class Target:
         return {kind: additive(inside if kind == "sliding_attention" else seen) for kind in set(kinds)}
 
 
-def load_target(folder: Path, name: str, dtype: str = "auto", device: str = "auto", **how: Any) -> Target:
+def load_target(folder: Path, name: str, dtype: str | torch.dtype = "auto", device: str = "auto", **how: Any) -> Target:
     """The target in `folder`. `dtype` auto is bf16 where the machine computes in it, else fp32; `device` auto is a GPU
     where there is one. `how` goes to `from_pretrained` (device_map, quantization_config, attn_implementation, trust_remote_code).
     """
@@ -180,8 +204,10 @@ def load_target(folder: Path, name: str, dtype: str = "auto", device: str = "aut
     return Target(model, tokenizer, identify(folder, name, remote))
 
 
-def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     """The torch dtype called `dtype`; auto is bf16 on a GPU and on a CPU with bf16 instructions, else fp32."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
     if dtype == "auto":
         native = device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
         return torch.bfloat16 if native else torch.float32
@@ -197,6 +223,16 @@ def decoder_layers(model: PreTrainedModel, depth: int) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == depth:
             return module
     raise ValueError(f"{type(model).__name__} has no list of {depth} decoder layers to tap; choose another target")
+
+
+def shortened(module: nn.Module, layers: nn.ModuleList, count: int) -> nn.Module:
+    """`module` with the first `count` of its `layers`; all parts are shared."""
+    twin = copy.copy(module)
+    twin._modules = {
+        name: layers[:count] if child is layers else shortened(child, layers, count) if child is not None else None
+        for name, child in module._modules.items()
+    }
+    return twin
 
 
 def sliding_window(config: PretrainedConfig) -> int | None:

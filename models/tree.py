@@ -31,6 +31,12 @@ class TokenTree:
             tokens[:, None], torch.full_like(tokens, -1)[:, None], torch.ones_like(tokens, dtype=torch.bool)[:, None]
         )
 
+    @classmethod
+    def chains(cls, tokens: Tensor) -> "TokenTree":
+        """Each row of `tokens` [B, N] as one branch."""
+        parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device)
+        return cls(tokens, parents.expand_as(tokens), torch.ones_like(tokens, dtype=torch.bool))
+
     @cached_property
     def mask(self) -> Tensor:
         """[B, N, N] true where the column is the row's node itself or one of its ancestors."""

@@ -76,6 +76,14 @@ class DraftVocabulary(nn.Module):
         place = torch.searchsorted(ids, tokens).clamp(max=len(ids) - 1)
         return torch.where(ids[place] == tokens, place, OUTSIDE)
 
+    def spread(self, probs: Tensor) -> Tensor:
+        """Probabilities [..., all tokens] of draft probabilities [..., V]: what is outside has none."""
+        if (ids := self.ids) is None:
+            return probs
+        whole = probs.new_zeros(*probs.shape[:-1], self.whole)
+        whole[..., ids] = probs
+        return whole
+
     def to_target(self, tokens: Tensor) -> Tensor:
         """Target ids of draft ids."""
         return tokens if (ids := self.ids) is None else ids[tokens]

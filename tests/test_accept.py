@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from decode.accept import Accepted, accept, accept_greedy, accept_sampled
-from models.growth import grow_dynamic
+from models.drafter import Budget
+from models.growth import grow, grow_dynamic
 from models.sampling import Draw, Sampling, Voice
 from models.tree import Path, TokenTree, ordered_paths, parents_of
+from models.vocabulary import DraftVocabulary
 from reference import greedy_by_walking, outcomes, probs_by_hand
 
 V = 5
@@ -69,8 +71,8 @@ def ragged(text: Text, paths: list[Path], draw: Draw) -> TokenTree:
     return tree
 
 
-def dynamic(text: Text, paths: list[Path], draw: Draw) -> TokenTree:
-    """The drafter's most probable branches, as many as `paths` has, whatever their shape."""
+def oracle(text: Text) -> Callable[[Tensor, Tensor], Tensor]:
+    """What the drafter says after the nodes of a tree that grows below the end of `text`."""
     grown: list[Text] = []
 
     def ask(tokens: Tensor, places: Tensor) -> Tensor:
@@ -79,7 +81,52 @@ def dynamic(text: Text, paths: list[Path], draw: Draw) -> TokenTree:
         grown[:] = [(*above[place], token) for token, place in pairs] if above else [text]
         return torch.stack([draft_probs(each) for each in grown])[None].log()
 
-    return grow_dynamic(torch.tensor([text[-1]]), ask, lambda ids: ids, depth=3, branch=2, nodes=len(paths) + 1)
+    return ask
+
+
+def dynamic(text: Text, paths: list[Path], draw: Draw) -> TokenTree:
+    """The drafter's most probable branches, as many as `paths` has, whatever their shape."""
+    root = torch.tensor([text[-1]])
+    return grow_dynamic(root, oracle(text), lambda ids: ids, depth=3, branch=2, nodes=len(paths) + 1)
+
+
+def reduced(*tokens: int) -> DraftVocabulary:
+    """A draft vocabulary of `tokens`."""
+    made = DraftVocabulary(len(tokens), V)
+    made.learn(torch.bincount(torch.tensor(tokens), minlength=V))
+    return made
+
+
+@dataclass
+class Grown:
+    """What drafters propose that draw their guesses: trees of models/growth.py, as the target speaks.
+
+    `same`: below every node of a depth they believe the same, as Medusa's heads do, so that siblings under different
+    parents share tokens.
+    """
+
+    sampling: Sampling
+    vocabulary: DraftVocabulary
+    same: bool = False
+    doubled: int = 0  # trees in which a token stands under two parents
+    short: int = 0  # trees in which the drafter ran out of tokens
+
+    def __call__(self, text: Text, paths: list[Path], draw: Draw) -> TokenTree:
+        spoken = self.vocabulary.ids if self.vocabulary.reduced else torch.arange(V)
+        below, depth = oracle(text), itertools.count()
+
+        def ask(tokens: Tensor, places: Tensor) -> Tensor:
+            if self.same:
+                return table("draft", (*text, next(depth)))[spoken].log_softmax(-1)[None, None]
+            said = below(tokens, places)[..., spoken]
+            return said.where(said.isfinite().any(-1, keepdim=True), 0.0)  # it has to believe in something
+
+        budget = Budget(tuple(paths), len(paths) + 1, sampled=True)
+        tree = grow(torch.tensor([text[-1]]), ask, self.vocabulary, budget, Voice(self.sampling, [draw]))
+        inside = tree.tokens[0, tree.depth[0] == 2].tolist()
+        self.doubled += len(set(inside)) < len(inside)
+        self.short += not tree.valid.all()
+        return tree
 
 
 def sampled(text: Text, paths: list[Path], draw: Draw) -> TokenTree:
@@ -215,6 +262,26 @@ def test_drawn_proposals_leave_the_law_of_the_text_alone(
     decoder = Decoder(propose, [shape, FORK, ONE], sampling)
     assert variation(decoder.law(3), own_law(3, sampling)) < 1e-9
     assert decoder.longest > 1
+
+
+TWICE = ordered_paths([(0,), (1,), (0, 0), (1, 0)])
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("shape", [CHAIN, BUSH, TWICE], ids=["chain", "bush", "two parents"])
+@pytest.mark.parametrize("vocabulary", [DraftVocabulary(None, V), reduced(0, 2, 3), reduced(4)], ids=["all", "3", "1"])
+@pytest.mark.parametrize("same", [False, True], ids=["by branch", "by depth"])
+def test_trees_that_drafters_draw_leave_the_law_of_the_text_alone(
+    same: bool, vocabulary: DraftVocabulary, shape: list[Path], sampling: Sampling
+) -> None:
+    propose = Grown(sampling, vocabulary, same)
+    decoder = Decoder(propose, [shape, FORK, ONE], sampling)
+    error = variation(decoder.law(3), own_law(3, sampling))
+    assert error < 1e-9
+    assert decoder.longest > 1 or vocabulary.reduced
+    assert propose.doubled or shape is not TWICE
+    assert propose.short or vocabulary.size > 1 or shape is CHAIN
 
 
 @pytest.mark.exact

@@ -1,7 +1,7 @@
 """What every family must do, whatever it is: a new conf/drafter/*.yaml arrives tested."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -9,12 +9,13 @@ import torch
 from hydra.utils import instantiate
 from torch import Tensor
 
+from conf.schema import Run
 from decode.engine import generate
 from decode.figures import Sample, Tally, looped, tau
 from decode.opening import open_drafter, open_target
 from models.drafter import Budget, Committed, Drafter, Plain
-from models.sampling import Voice
-from models.shelf import Card, load_drafter, read_card, save_drafter
+from models.sampling import Sampling, Voice
+from models.shelf import Card, family_class, load_drafter, read_card, save_drafter
 from models.target import Target
 from models.tree import chain, ordered_paths
 from runs import ROOT, composed
@@ -22,9 +23,22 @@ from train import job
 from train.data import Message, example, render, write_rows
 
 FAMILIES = sorted(file.stem for file in (ROOT / "conf" / "drafter").glob("*.yaml"))
+FITTING = {"draft_model": ["drafter.layers=1"]}  # knobs of a family that its defaults do not set for so small a target
 QUESTIONS = ["How are you?", "b", "Name some colours.", "What is one and one and one?"]
 LENGTH = 24  # tokens learned by heart, the first aside
 EXACT = ("target.dtype=fp32", "optim.precision=fp32", "target.random.initializer_range=0.3")
+
+
+def conf_of(family: str, *overrides: str) -> Run:
+    """A run of `family` on the small target."""
+    return composed(*EXACT, f"drafter={family}", *FITTING.get(family, []), *overrides)
+
+
+KNOWN = {family: family_class(conf_of(family).drafter["_target_"], []) for family in FAMILIES}
+TRAINED = [family for family in FAMILIES if KNOWN[family].needs_training]
+COUNTED = {"bigram"}  # they have no weights, and what they know does not tell one answer from another
+LEARNERS = [family for family in TRAINED if family not in COUNTED]
+GRADED = [family for family in FAMILIES if KNOWN[family].training_loss is not Drafter.training_loss]
 
 
 @functools.cache
@@ -35,7 +49,7 @@ def target() -> Target:
 def made(family: str) -> Drafter:
     """A new drafter whose weights are shaken, so that it guesses all sorts of things."""
     torch.manual_seed(0)
-    drafter: Drafter = instantiate(composed(f"drafter={family}").drafter, _partial_=True)(target().ends)
+    drafter: Drafter = instantiate(conf_of(family).drafter, _partial_=True)(target().ends)
     for parameter in drafter.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     target().tap(drafter.taps)
@@ -84,7 +98,7 @@ BUDGETS = [
 SHAPES = ["own way", "chain", "bush", "dynamic"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", GRADED)
 def test_the_loss_is_finite_and_reaches_only_the_drafters_weights(family):
     drafter = made(family)
     rows = [
@@ -99,12 +113,13 @@ def test_the_loss_is_finite_and_reaches_only_the_drafters_weights(family):
     batch = target().features(ids, mask, torch.tensor([len(one.input_ids) for one in taught]))
     batch = type(batch)(*(value.clone() for value in vars(batch).values()))
     loss = drafter.training_loss(batch)
-    loss.total.backward()
     assert loss.total.isfinite()
     assert loss.seen.tolist() == drafter.counts(mask, batch.document).tolist()
     assert loss.seen[0] > 0
-    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in drafter.parameters())
-    assert any(parameter.grad.any() for parameter in drafter.parameters())
+    if any(True for _ in drafter.parameters()):
+        loss.total.backward()
+        assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in drafter.parameters())
+        assert any(weight.grad.any() for weight in drafter.parameters())
     assert all(parameter.grad is None for parameter in target().model.parameters())
     held = {value.untyped_storage().data_ptr() for value in target().model.state_dict().values()}
     assert not held & {value.untyped_storage().data_ptr() for value in drafter.state_dict().values()}
@@ -117,7 +132,7 @@ def test_a_proposal_is_a_tree_below_the_bonus_token(family, budget):
     tokens, parents, valid = proposed(drafter, budget)
     rows, nodes = tokens.shape
     assert rows == len(QUESTIONS)
-    assert 1 < nodes <= max(budget.nodes, len(budget.paths) + 1)
+    assert (1 if family == "ngram" else 2) <= nodes <= max(budget.nodes, len(budget.paths) + 1)
     assert tokens.shape == parents.shape == valid.shape
     assert torch.equal(tokens[:, 0], read(drafter).bonus)
     assert (parents[:, 0] == -1).all()
@@ -140,19 +155,44 @@ def test_greedy_text_is_the_targets_own(family, budget, rows):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_a_row_accepts_does_not_depend_on_its_neighbours(family, folder):
     """Rows end at different times and others take their seats: what a drafter remembers must go with them."""
-    drafter, budget = pupil(family, folder).drafter, Budget(nodes=12, depth=3, branch=3)
+    drafter = pupil(family, folder).drafter if family in TRAINED else made(family).eval()
+    budget = Budget(nodes=12, depth=3, branch=3)
     given = [*prompts(), *(prompt[:-3] for prompt in prompts())]  # half of them it never saw
     alone = generate(target(), drafter, given, 15, budget)
-    assert len({tuple(one.accepted) for one in alone.generations}) > 2
+    assert len({tuple(one.accepted) for one in alone.generations}) > 2 or family not in TRAINED
     for rows in (2, 3):
         together = generate(target(), drafter, given, 15, budget, rows=rows)
         assert [one.accepted for one in together.generations] == [one.accepted for one in alone.generations]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("budget", BUDGETS, ids=SHAPES)
+def test_a_drawn_proposal_says_what_its_tokens_were_drawn_from(family, budget):
+    drafter, sampling = made(family).eval(), Sampling(0.9, top_k=40, seed=4)
+    voice = Voice(sampling, [sampling.draw(row) for row in range(len(QUESTIONS))])
+    state = drafter.begin(len(QUESTIONS), 99)
+    tree = drafter.propose(read(drafter), state, replace(budget, sampled=True), voice)
+    if tree.child_probs is None:
+        assert family == "ngram"  # whose guesses are certain
+        return
+    assert tree.child_probs.shape == (*tree.tokens.shape, target().identity.vocabulary)
+    believed = tree.child_probs.gather(1, tree.parents.clamp(min=0)[..., None].expand_as(tree.child_probs))
+    torch.testing.assert_close(believed[:, 1:].sum(-1), torch.ones(tree.tokens[:, 1:].shape))
+    assert believed.gather(2, tree.tokens[..., None])[:, 1:][tree.valid[:, 1:]].all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drawn_text_does_not_depend_on_a_rows_neighbours(family):
+    drafter, sampling = made(family).eval(), Sampling(1.0, seed=2)
+    budget = Budget(tuple(ordered_paths([[0], [1], [0, 0], [1, 0]])), nodes=5, sampled=True)
+    alone, together = (generate(target(), drafter, prompts(), 10, budget, sampling, rows) for rows in (1, 3))
+    assert [one.tokens for one in together.generations] == [one.tokens for one in alone.generations]
+
+
+@pytest.mark.parametrize("family", TRAINED)
 def test_a_saved_and_loaded_drafter_proposes_the_same(family, tmp_path):
     drafter = made(family).eval()
-    conf = composed(f"drafter={family}").drafter
+    conf = conf_of(family).drafter
     knobs = {key: value for key, value in conf.items() if not key.startswith("_")}
     save_drafter(drafter, Card(conf["_target_"], knobs, vars(target().identity), list(drafter.taps)), tmp_path)
     loaded = load_drafter(tmp_path, read_card(tmp_path), target().ends, torch.float32)
@@ -182,20 +222,13 @@ def pupil(family: str, folder: Path) -> Pupil:
     how = [
         "data.heldout=1",
         "data.features=cached",
-        "optim.steps=300",
+        f"optim.steps={300 if family in LEARNERS else 0}",
         "optim.lr=1e-2",
         "optim.batch=4",
         "log.evaluate_every=1000",
     ]
     job.train(
-        composed(
-            f"out={folder}/{family}",
-            f"drafter={family}",
-            f"data.path={folder}/answers.jsonl",
-            *EXACT,
-            *how,
-            "log.save_every=1000",
-        )
+        conf_of(family, f"out={folder}/{family}", f"data.path={folder}/answers.jsonl", *how, "log.save_every=1000")
     )
     return Pupil(open_drafter(folder / family, read_card(folder / family), target()), depth, limit)
 
@@ -205,7 +238,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("drafters")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LEARNERS)
 def test_what_was_learned_by_heart_is_decoded_nearly_as_fast_as_can_be(family, folder):
     taught = pupil(family, folder)
     assert {len(answer) for answer in answers(taught.limit)} == {taught.limit}  # no answer ended early,

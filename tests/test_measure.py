@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from conf.schema import Decode
+from conf.schema import Decode, Proposal
 from decode.engine import generate
-from decode.measure import Arm, budget_for, measure, settings
-from decode.opening import find_drafter, open_drafter, open_target
+from decode.measure import Arm, budget_for, check, measure, settings
+from decode.opening import find_beside, find_drafter, open_drafter, open_target
 from decode.prompts import bench_prompts, questions
 from decode.report import Report
 from models.drafter import Budget, Plain
@@ -139,6 +139,11 @@ REFUSED = [
     ("tree", [[0], [0, 0], [0, 0, 0]], "the tree is 3 deep and this drafter has 2 heads"),
     ("prompts", 0, "decode.prompts=0 measures nothing; give at least 1"),
     ("tokens", 1, "decode.tokens=1 measures nothing; give at least 2"),
+    (
+        "proposal",
+        Proposal.sampled,
+        "decode.proposal=sampled has nothing to draw at temperature 0; set decode.temperature",
+    ),
     ("nodes", 1, "decode.nodes=1 measures nothing; give at least 2"),
     ("rows", 0, "decode.rows=0"),
     ("depth", 0, "decode.depth=0"),
@@ -170,6 +175,15 @@ def test_the_budget_is_what_decode_tree_names():
     assert budget_for(Decode(tree=[[0, 0], [0]], nodes=2), card) == Budget(((0,), (0, 0)), 3, 4)
 
 
+def test_drawn_trees_have_the_shapes_of_others_but_none_is_dynamic():
+    card = Card("f", {}, {}, [], tree=[[0], [1]])
+    assert budget_for(Decode(proposal=Proposal.sampled), card) == Budget(((0,), (1,)), 10, 4, sampled=True)
+    own = budget_for(Decode(proposal=Proposal.sampled), Card("f", {}, {}, []))
+    assert (own.paths, own.sampled) == ((), True)
+    with pytest.raises(ValueError, match=r"decode.tree=dynamic takes the likeliest branches, which are not drawn"):
+        check(Decode(proposal=Proposal.sampled, temperature=1.0, tree="dynamic"))
+
+
 def test_the_settings_say_which_tree_was_measured(loop):
     run = composed(*EXACT)
     card = Card("", {}, {}, [])
@@ -196,6 +210,28 @@ def test_drafters_side_by_side_are_measured_in_one_table(loop, tmp_path, capsys)
         assert {key: ours[key] for key in same} == {key: theirs[key] for key in same}
     table = capsys.readouterr().out.split("equal")[-1]
     assert re.findall(r"^ *(plain|tiny|out) ", table, re.MULTILINE) == ["plain", "tiny", "out"]
+
+
+def test_drafters_that_need_no_training_need_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    how = ("drafter=ngram", "decode.bench=[tiny]", "decode.prompts=2", "decode.tokens=12", "decode.beside=[ngram]")
+    report = measure(composed(*EXACT, "drafter.shortest=1", *how, "decode.out=here", "decode.rows=2"))
+    assert report.lines[0].equal == 2
+    beside = json.loads((tmp_path / "here" / "report_ngram.json").read_text())
+    assert (report.settings["drafter"], beside["settings"]["drafter"]) == ("tiny", "ngram")
+    assert report.settings["folder"] is beside["settings"]["folder"] is None
+
+
+def test_a_part_whose_family_needs_training_is_no_drafter_yet():
+    with pytest.raises(ValueError, match="there is no drafter folder 'medusa'"):
+        find_beside("medusa")
+
+
+def test_drawn_proposals_are_measured_on_the_same_text(loop, tmp_path):
+    how = ("decode.proposal=sampled", "decode.temperature=0.5", f"decode.out={tmp_path}/here")
+    report = measure(composed(*EXACT, f"trained={loop.out}", *how))
+    assert report.settings["proposal"] == "sampled"
+    assert report.lines[0].tau.value > 1
 
 
 @pytest.mark.parametrize("there", [[], ["shipped"], ["out"], ["out", "shipped"], ["named", "out", "shipped"]])

@@ -367,6 +367,16 @@ REFUSED = [
     ("data.heldout", 0, "data.heldout=0 of 10 conversations leaves none to evaluate with"),
     ("data.longest", 3, "within data.longest=3 tokens"),
     ("drafter.headz", 3, "models.medusa.Medusa has no knob headz; it has heads, layers"),
+    (
+        "drafter",
+        {"_target_": "models.ngram.Ngram"},
+        "models.ngram.Ngram needs no training; measure it: python decode/run.py",
+    ),
+    (
+        "drafter",
+        {"_target_": "models.table.Table"},
+        "models.table.Table has no weights to train: it is only counted. Set optim.steps=0",
+    ),
     ("drafter._target_", "os.system", "os.system is no drafter family"),
     ("drafter", {}, "no drafter is chosen"),
     ("drafter.head", "both", "head=both"),

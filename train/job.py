@@ -37,8 +37,12 @@ def train(run: Run) -> None:
     known, taught, held = conversations(run, target)
     set_seed(run.seed)
     drafter: Drafter = instantiate(run.drafter, _partial_=True)(target.ends).to(target.device)
+    if run.optim.steps and not any(True for _ in drafter.parameters()):
+        raise ValueError(f"{run.drafter['_target_']} has no weights to train: it is only counted. Set optim.steps=0")
     target.tap(drafter.taps)
-    drafter.learn_vocabulary(spoken_counts(known, target.identity.vocabulary))
+    before, said = spoken(known)
+    drafter.learn_vocabulary(torch.bincount(said, minlength=target.identity.vocabulary))
+    drafter.learn_successors(before, said)
     drafter.inherit(lambda number: layer_weights(target_folder(run.target), number))
     reader = reader_for(run, target, taught + held, accelerator)
     source = Source(taught, reader, run.optim.batch, run.seed)
@@ -108,6 +112,10 @@ def identity(run: Run) -> dict[str, Any]:
 def prepare(run: Run, out: Path, config: dict[str, Any]) -> Accelerator:
     """The output folder and the accelerator, with every complaint before weights load."""
     require_parts(run)
+    if not family_class(run.drafter["_target_"], knobs_of(run)).needs_training:
+        raise ValueError(
+            f"{run.drafter['_target_']} needs no training; measure it: python decode/run.py conf={run.conf_name}"
+        )
     if min(run.log.evaluate_every, run.log.save_every) < 1:
         raise ValueError(
             "log.evaluate_every and log.save_every count steps; give at least 1, or more than optim.steps for never"
@@ -164,12 +172,16 @@ def evenly(examples: list[Example], count: int | None) -> list[Example]:
     return [examples[index * len(examples) // count] for index in range(count)]
 
 
-def spoken_counts(examples: list[Example], vocabulary: int) -> torch.Tensor:
-    """[V] how often the target said each token."""
-    spoken = [
-        token for example in examples for token, said in zip(example.input_ids, example.loss_mask, strict=True) if said
+def spoken(examples: list[Example]) -> tuple[torch.Tensor, torch.Tensor]:
+    """[P] the tokens before those that the target said, and [P] those."""
+    pairs = [
+        (before, token)
+        for example in examples
+        for before, token, said in zip([0, *example.input_ids], example.input_ids, example.loss_mask, strict=False)
+        if said
     ]
-    return torch.bincount(torch.tensor(spoken), minlength=vocabulary)
+    before, token = torch.tensor(pairs).unbind(1)
+    return before, token
 
 
 def recommended_tree(drafter: Drafter, heldout: Source) -> list[list[int]]:

@@ -30,12 +30,14 @@ class Trainee(nn.Module):
 def fit(
     drafter: Drafter, source: Source, heldout: Source, run: Run, accelerator: Accelerator, config: dict[str, Any]
 ) -> dict[str, Any]:
-    """Train `drafter` for run.optim.steps steps and return its held-out acceptance by depth.
+    """Train `drafter` for run.optim.steps steps, of which there may be none, and return its held-out acceptance by depth.
 
     Every loss is divided by the positions counted in the whole step, over micro-batches and ranks, before it is
     differentiated, so neither accumulation nor the number of ranks changes the gradient.
     """
     optim, out = run.optim, Path(run.out)
+    if not optim.steps:
+        return evaluate(drafter, heldout, accelerator)
     optimizer = optimizer_for(drafter.parameters(), optim)
     start = load_checkpoint(out, drafter, optimizer)
     trainee, optimizer = accelerator.prepare(Trainee(drafter), optimizer)

@@ -29,7 +29,7 @@ def check(optim: Optim) -> None:
     """Raise ValueError for settings with which nothing would be learned."""
     if not (0 < optim.lr < math.inf):
         raise ValueError(f"optim.lr={optim.lr} teaches nothing; give a positive number")
-    if optim.steps <= optim.warmup:
+    if optim.steps and optim.steps <= optim.warmup:
         raise ValueError(
             f"optim.steps={optim.steps} end within the warm-up of {optim.warmup} steps; give more steps or a shorter optim.warmup"
         )
