@@ -92,7 +92,7 @@ def test_the_raw_log_gives_the_written_figures_and_the_explanation_is_printed(lo
     report = measure(composed(*EXACT, f"trained={loop.out}", *how, f"decode.out={tmp_path}/here"))
     shown = capsys.readouterr().out
     assert sorted(file.name for file in (tmp_path / "here").iterdir()) == [
-        "report.json", "report_out.json", "trace.jsonl",
+        "report.html", "report.json", "report_out.json", "trace.jsonl",
     ]  # fmt: skip
     found = runpy.run_path(str(ROOT / "scripts" / "recompute.py"))["recompute"](tmp_path / "here" / "trace.jsonl")
     assert list(found) == ["tiny", "out"]
