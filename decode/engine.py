@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from decode.accept import Accepted, accept
+from decode.accept import Accepted, Typical, accept
 from models.cache import KVCache
 from models.drafter import Budget, Committed, Drafter, Reading
 from models.sampling import GREEDY, Draw, Sampling, Voice
@@ -78,8 +78,12 @@ def rounds(
     budget: Budget,
     sampling: Sampling = GREEDY,
     rows: int = 1,
+    typical: Typical | None = None,
 ) -> Iterator[Round]:
-    """Decode up to `limit` tokens after each of `prompts`, `rows` at a time, and yield after every pass of the target."""
+    """Decode up to `limit` tokens after each of `prompts`, `rows` at a time, and yield after every pass of the target.
+
+    The text is the target's own, unless `typical` guesses are to stand.
+    """
     rows = min(rows, len(prompts))
     target.tap(drafter.taps)
     seats = Seats(target, prompts, limit, budget, sampling, rows)
@@ -92,7 +96,7 @@ def rounds(
         reading = target.read(tree, seats.cache)
         verify = clock.lap()
         assert reading.logits is not None
-        accepted = accept(tree, reading.logits, seats.voice)
+        accepted = accept(tree, reading.logits, seats.voice, typical)
         took = clock.lap()
         moved = seats.keep(tree, reading, accepted)
         yield Round(
@@ -110,10 +114,11 @@ def generate(
     budget: Budget,
     sampling: Sampling = GREEDY,
     rows: int = 1,
+    typical: Typical | None = None,
 ) -> Run:
     """All of `rounds`, folded."""
     run = Run([], dict.fromkeys(PHASES, 0.0), 0.0, 0)
-    for turn in rounds(target, drafter, prompts, limit, budget, sampling, rows):
+    for turn in rounds(target, drafter, prompts, limit, budget, sampling, rows, typical):
         run.generations += turn.finished
         run.prefill += turn.prefill
         run.rounds += bool(turn.moved)

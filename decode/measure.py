@@ -12,7 +12,8 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from conf.schema import Decode, Run
+from conf.schema import Accept, Decode, Run
+from decode.accept import Typical
 from decode.engine import generate
 from decode.opening import find_beside, find_drafter, open_drafter, open_target, target_folder
 from decode.prompts import bench_file, bench_prompts
@@ -42,6 +43,7 @@ def measure(run: Run) -> Report:
     console, how = Console(), run.decode
     check(how)
     sampling = Sampling(how.temperature, how.top_k, how.top_p, run.seed)
+    typical = typical_of(how)
     arms = [arm_of(run.conf_name, find_drafter(run), how)]
     arms += [arm_of(Path(name).name, find_beside(name), how) for name in how.beside]
     for name in how.bench:
@@ -55,6 +57,8 @@ def measure(run: Run) -> Report:
     prompts = bench_prompts(how.bench, target.tokenizer, how.prompts, how.longest)
     for arm in arms:
         console.print(f"{arm.name}: drafter {arm.folder}")
+    if typical:
+        console.print(f"typical acceptance, lossy: the text is not distributed as the target's own ({typical})")
     console.print(f"target {run.target.name} ({target.identity.fingerprint})")
     for guesser, budget in guessers:  # warm up: first calls compile and allocate
         generate(target, guesser, [prompts[how.bench[0]][0]], 8, budget)
@@ -63,7 +67,7 @@ def measure(run: Run) -> Report:
     for number, (bench, batch) in enumerate(track(work, "decoding", console=console)):
         order = range(len(guessers)) if number % 2 else reversed(range(len(guessers)))  # no arm always goes first
         runs = {
-            at: generate(target, guessers[at][0], batch, how.tokens, guessers[at][1], sampling, how.rows)
+            at: generate(target, guessers[at][0], batch, how.tokens, guessers[at][1], sampling, how.rows, typical)
             for at in order
         }
         for at, mine in enumerate(samples, start=1):
@@ -92,6 +96,17 @@ def check(how: Decode) -> None:
             raise ValueError(f"decode.{name}={getattr(how, name)} measures nothing; give at least {value}")
     if not how.bench:
         raise ValueError("decode.bench is empty; name a set of prompts, such as [gsm8k]")
+
+
+def typical_of(how: Decode) -> Typical | None:
+    """The lossy rule, where `decode.accept` asks for it."""
+    if how.accept is Accept.lossless:
+        return None
+    if not how.temperature:
+        raise ValueError(
+            "decode.accept=typical at temperature 0 is greedy decoding; set decode.temperature above 0, or leave decode.accept out"
+        )
+    return Typical(how.epsilon, how.delta)
 
 
 def batches(prompts: list[list[int]], rows: int) -> list[list[list[int]]]:
@@ -125,6 +140,7 @@ def settings(run: Run, arm: Arm, dtype: torch.dtype) -> dict[str, Any]:
         "dtype": str(dtype).removeprefix("torch."),
         **{key: how[key] for key in ("tokens", "temperature", "top_k", "top_p", "rows", "longest")},
         "tree": [list(path) for path in budget.paths] or {"depth": budget.depth, "branch": budget.branch},
+        "accept": run.decode.accept.value,
         "nodes": len(budget.paths) + 1 if budget.paths else budget.nodes,
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),

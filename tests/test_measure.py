@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conf.schema import Decode
+from conf.schema import Accept, Decode
 from decode.engine import Generation, Run, generate
 from decode.measure import Arm, budget_for, measure, settings
 from decode.opening import find_drafter, open_drafter, open_target
@@ -93,6 +93,15 @@ def test_prompts_side_by_side_are_counted_one_by_one(loop, tmp_path):
     assert (tmp_path / "here" / "report.json").exists()
 
 
+def test_typical_acceptance_is_called_so_and_lossy(loop, tmp_path, capsys):
+    how = ["decode.accept=typical", "decode.temperature=0.7", "decode.epsilon=0.2", f"decode.out={tmp_path}/here"]
+    report = measure(composed(*EXACT, f"trained={loop.out}", *how))
+    assert (report.settings["accept"], loop.report.settings["accept"]) == ("typical", "lossless")
+    assert "typical acceptance, lossy" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(ValueError, match="epsilon=2.0 delta=0.3 is no typical acceptance"):
+        measure(composed(*EXACT, f"trained={loop.out}", *how, "decode.epsilon=2.0"))
+
+
 def test_a_drafter_of_another_target_is_refused_before_weights_load(loop, monkeypatch):
     monkeypatch.setattr("decode.measure.open_target", None)
     with pytest.raises(ValueError, match=r"was trained for tiny \(fingerprint"):
@@ -117,6 +126,11 @@ REFUSED = [
     ("depth", 0, "decode.depth=0"),
     ("longest", 3, "no prompt of tiny is within decode.longest=3 tokens; raise it"),
     ("temperature", -1.0, "temperature=-1.0"),
+    (
+        "accept",
+        Accept.typical,
+        "decode.accept=typical at temperature 0 is greedy decoding; set decode.temperature above 0",
+    ),
     ("tokens", 9999, "exceed the 2048 tokens of tiny"),
 ]
 
