@@ -84,6 +84,7 @@ class Notes:
 
     worst: dict[str, tuple[int, float]] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
+    equal: int = 0  # greedy texts of tiny targets that were plain decoding's
 
     def error(self, kind: str, value: float) -> float:
         """Remember the largest error of its kind, and how many there were."""
@@ -106,6 +107,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.section("proofs")
     for kind, (count, most) in sorted(notes.worst.items()):
         terminalreporter.write_line(f"{kind}: {count} laws counted out, total variation at most {most:.1e}")
+    if notes.equal:
+        terminalreporter.write_line(f"greedy, tiny targets: {notes.equal} of {notes.equal} texts are plain decoding's")
     for line in notes.lines:
         terminalreporter.write_line(line)
 

@@ -98,7 +98,7 @@ def test_typical_acceptance_is_called_so_and_lossy(loop, tmp_path, capsys):
     report = measure(composed(*EXACT, f"trained={loop.out}", *how))
     assert (report.settings["accept"], loop.report.settings["accept"]) == ("typical", "lossless")
     assert "typical acceptance, lossy" in " ".join(capsys.readouterr().out.split())
-    with pytest.raises(ValueError, match="epsilon=2.0 delta=0.3 is no typical acceptance"):
+    with pytest.raises(ValueError, match=r"epsilon=2\.0 delta=0.3 is no typical acceptance"):
         measure(composed(*EXACT, f"trained={loop.out}", *how, "decode.epsilon=2.0"))
 
 
