@@ -14,6 +14,13 @@ class Features(Enum):
     cached = "cached"
 
 
+class Accept(Enum):
+    """Whether the text keeps the target's distribution."""
+
+    lossless = "lossless"
+    typical = "typical"
+
+
 class Wandb(Enum):
     """Where curves go."""
 
@@ -109,6 +116,9 @@ class Decode:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    accept: Accept = Accept.lossless  # typical (Medusa's; lossy): guesses stand that the target finds not too unlikely
+    epsilon: float = 0.09  # typical: the probability from which a guess always stands
+    delta: float = 0.3  # typical: lower where the target is unsure, delta * exp(-entropy)
     beside: list[str] = field(
         default_factory=list
     )  # other drafters of this target for the same table: conf, folder or Hub name

@@ -1,4 +1,4 @@
-"""The accept rules: which branch of a proposal becomes text, so that the text stays the target's own.
+"""The accept rules: which branch of a proposal becomes text. The text stays the target's own, but for typical acceptance.
 
 B rows, N nodes, P path nodes, V vocabulary.
 """
@@ -30,15 +30,17 @@ def accept_greedy(tree: TokenTree, logits: Tensor) -> Accepted:
     right[:, 0] = True
     reached = (right[:, None] | ~tree.mask).all(-1)
     leaf = torch.where(reached, tree.depth, -1).argmax(-1)
-    rows = torch.arange(len(leaf), device=leaf.device)
-    on_path = tree.mask[rows, leaf]
+    return Accepted(*_path_to(tree, leaf), choice.gather(1, leaf[:, None])[:, 0])
+
+
+def _path_to(tree: TokenTree, leaf: Tensor) -> tuple[Tensor, Tensor]:
+    """The nodes from the root down to `leaf` [B], padded with 0, and how many they are."""
+    on_path = tree.mask[torch.arange(len(leaf), device=leaf.device), leaf]
     length = on_path.sum(-1)
     path = (
         (~on_path).to(torch.uint8).argsort(dim=-1, stable=True)[:, : int(length.max())]
     )  # parents come first, so index order is path order
-    return Accepted(
-        path.where(torch.arange(path.shape[1], device=path.device) < length[:, None], 0), length, choice[rows, leaf]
-    )
+    return path.where(torch.arange(path.shape[1], device=path.device) < length[:, None], 0), length
 
 
 def accept_sampled(tree: TokenTree, logits: Tensor, sampling: Sampling, draws: Sequence[Draw]) -> Accepted:
@@ -93,8 +95,52 @@ def _walk(
             return path, draw(left)
 
 
-def accept(tree: TokenTree, logits: Tensor, voice: Voice) -> Accepted:
-    """The lossless rule for this temperature."""
-    if voice.sampling.temperature:
-        return accept_sampled(tree, logits, voice.sampling, voice.draws)
-    return accept_greedy(tree, logits)
+@dataclass(frozen=True)
+class Typical:
+    """Typical acceptance (Cai et al. 2024): lossy. Whatever the target finds not too unlikely stands, however unlikely it is to say it.
+
+    A guess is too unlikely where its probability is at most `epsilon`, and at most `delta` * exp(-entropy) where the
+    target is unsure. Both so large that no probability is above them make it plain decoding.
+    """
+
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    def __post_init__(self) -> None:
+        if not 0 < self.epsilon <= 1 or not 0 < self.delta < float("inf"):
+            raise ValueError(
+                f"epsilon={self.epsilon} delta={self.delta} is no typical acceptance: epsilon is in (0, 1], delta is above 0"
+            )
+
+
+def accept_typical(tree: TokenTree, logits: Tensor, voice: Voice, typical: Typical) -> Accepted:
+    """The longest path of typical guesses; of equally long ones the likeliest, then the one of the earlier node.
+
+    Probabilities are those of the row's sampling: temperature and truncation included. The bonus token is drawn from the
+    target at the end of the path, as is the first token of the text; the authors' code takes the target's first choice
+    for both by default, which is no sampling at all.
+    """
+    probs = voice.sampling.probs(logits)
+    above = tree.parents.clamp(min=0)
+    odds = probs[torch.arange(len(probs), device=probs.device)[:, None], above, tree.tokens]
+    least = (typical.delta * torch.special.entr(probs).sum(-1).neg().exp()).clamp(max=typical.epsilon)
+    right = tree.valid & (odds > least.gather(1, above))
+    right[:, 0], odds[:, 0] = True, 1.0
+    reached = (right[:, None] | ~tree.mask).all(-1)
+    longest = torch.where(reached, tree.depth, -1)
+    worth = torch.where(tree.mask, odds.log()[:, None], 0.0).sum(-1)
+    leaf = worth.masked_fill(longest < longest.max(-1, keepdim=True).values, -torch.inf).argmax(-1)
+    bonus = [draw(probs[row, leaf[row]]) for row, draw in enumerate(voice.draws)]
+    return Accepted(*_path_to(tree, leaf), torch.tensor(bonus, device=leaf.device))
+
+
+def accept(tree: TokenTree, logits: Tensor, voice: Voice, typical: Typical | None = None) -> Accepted:
+    """The lossless rule for this temperature, or the lossy one that is asked for.
+
+    At temperature 0 only the target's first choice has any probability, so that typical acceptance is greedy too.
+    """
+    if not voice.sampling.temperature:
+        return accept_greedy(tree, logits)
+    if typical is not None:
+        return accept_typical(tree, logits, voice, typical)
+    return accept_sampled(tree, logits, voice.sampling, voice.draws)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from decode.accept import Accepted, accept
+from decode.accept import Accepted, Typical, accept
 from models.cache import KVCache
 from models.drafter import Budget, Committed, Drafter, Reading
 from models.sampling import GREEDY, Draw, Sampling, Voice
@@ -115,8 +115,12 @@ def rounds(
     budget: Budget,
     sampling: Sampling = GREEDY,
     rows: int = 1,
+    typical: Typical | None = None,
 ) -> Iterator[Round]:
-    """Decode up to `limit` tokens after each of `prompts`, `rows` at a time, and yield after every pass of the target."""
+    """Decode up to `limit` tokens after each of `prompts`, `rows` at a time, and yield after every pass of the target.
+
+    The text is the target's own, unless `typical` guesses are to stand.
+    """
     rows = min(rows, len(prompts))
     target.tap(drafter.taps)
     seats = Seats(target, prompts, limit, budget, sampling, rows)
@@ -129,7 +133,7 @@ def rounds(
         reading = target.read(tree, seats.cache)
         verify = clock.lap()
         assert reading.logits is not None
-        accepted = accept(tree, reading.logits, seats.voice)
+        accepted = accept(tree, reading.logits, seats.voice, typical)
         took = clock.lap()
         moved = seats.keep(tree, reading, accepted)
         seconds = dict(zip(PHASES, (draft, verify, took, clock.lap()), strict=True))
@@ -146,9 +150,10 @@ def generate(
     budget: Budget,
     sampling: Sampling = GREEDY,
     rows: int = 1,
+    typical: Typical | None = None,
 ) -> Run:
     """All of `rounds`, folded."""
-    turns = list(rounds(target, drafter, prompts, limit, budget, sampling, rows))
+    turns = list(rounds(target, drafter, prompts, limit, budget, sampling, rows, typical))
     finished = [generation for turn in turns for generation in turn.finished]
     return Run(sorted(finished, key=lambda generation: generation.prompt), turns)
 

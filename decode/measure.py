@@ -2,9 +2,10 @@
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from conf.schema import Decode, Proposal, Run
-from decode.cost import Ladder
+from conf.schema import Accept, Decode, Proposal, Run
+from decode.accept import Typical
+from decode.cost import Cost, Ladder
+from decode.engine import Run as Decoded
 from decode.engine import generate
 from decode.figures import Sample
 from decode.hindsight import divergences, overlap_by_depth, sample_text
@@ -47,33 +50,40 @@ def measure(run: Run) -> Report:
     """
     console, how = Console(), run.decode
     check(how)
-    sampling = Sampling(how.temperature, how.top_k, how.top_p, run.seed)
+    sampling, typical = Sampling(how.temperature, how.top_k, how.top_p, run.seed), typical_of(how)
     arms = arms_of(run)
     target = open_target(run.target)
     drafters = [open_drafter(arm.folder, arm.card, target) for arm in arms]
     prompts = bench_prompts(how.bench, target.tokenizer, how.prompts, how.longest)
     for arm in arms:
         console.print(f"{arm.name}: drafter {arm.folder or arm.card.family}")
+    if typical:
+        console.print(f"typical acceptance, lossy: the text is not distributed as the target's own ({typical})")
     console.print(f"target {run.target.name} ({target.identity.fingerprint})")
-    guessers: list[tuple[Drafter, Budget]] = [(Plain(), Budget(nodes=1))]
-    guessers += [(drafter, arm.budget) for drafter, arm in zip(drafters, arms, strict=True)]
+    guessers = [(Plain(), Budget(nodes=1)), *((each, arm.budget) for each, arm in zip(drafters, arms, strict=True))]
+    decode = partial(generate, target, limit=how.tokens, sampling=sampling, rows=how.rows, typical=typical)
     ladder = Ladder(target, how.rows, typical_context(prompts, how.tokens), widest(arms))
-    samples = decode_all(target, guessers, prompts, how, sampling, ladder, console)
+    samples = decode_all(decode, guessers, prompts, how.rows, ladder, console)
     cost = ladder.cost()
-    reports = []
-    for arm, drafter, mine in zip(arms, drafters, samples, strict=True):
-        # what was trained grades as in training, not packed
-        learner = load_drafter(arm.folder, arm.card, target.ends, target.dtype) if arm.folder else drafter
-        shared = overlap_by_depth(target, learner, mine)
-        apart = divergences(target, mine) if not how.temperature else []
-        shown = sample_text(target.tokenizer, mine)
-        reports.append(Report.of(mine, settings(run, arm, target.dtype), cost, shared, apart, shown))
+    reports = [
+        graded(run, arm, target, mine, each, cost) for arm, each, mine in zip(arms, drafters, samples, strict=True)
+    ]
     for report in reports:
         report.show(console, how.explain)
     if len(reports) > 1:
         compare(console, reports)
     console.print(f"written to {write(reports, samples, run)}")
     return reports[0]
+
+
+def graded(run: Run, arm: Arm, target: Target, samples: Sequence[Sample], drafter: Drafter, cost: Cost) -> Report:
+    """What the samples of one drafter say, and what reading them again adds."""
+    # what was trained grades as in training, not packed
+    learner = load_drafter(arm.folder, arm.card, target.ends, target.dtype) if arm.folder else drafter
+    shared = overlap_by_depth(target, learner, samples)
+    apart = [] if run.decode.temperature else divergences(target, samples)
+    shown = sample_text(target.tokenizer, samples)
+    return Report.of(samples, settings(run, arm, target.dtype), cost, shared, apart, shown)
 
 
 def arms_of(run: Run) -> list[Arm]:
@@ -91,26 +101,23 @@ def arms_of(run: Run) -> list[Arm]:
 
 
 def decode_all(
-    target: Target,
+    decode: Callable[..., Decoded],
     guessers: Sequence[tuple[Drafter, Budget]],
     prompts: dict[str, list[list[int]]],
-    how: Decode,
-    sampling: Sampling,
+    rows: int,
     ladder: Ladder,
     console: Console,
 ) -> list[list[Sample]]:
     """For every guesser but the first, which is plain decoding, its samples: all arms interleaved, prompt by prompt, and the ladder climbed between."""
-    for guesser, budget in guessers:  # warm up: first calls compile and allocate
-        generate(target, guesser, [prompts[how.bench[0]][0]], 8, budget, sampling)
-    work = [(bench, start) for bench, asked in prompts.items() for start in range(0, len(asked), how.rows)]
+    warm = next(iter(prompts.values()))[0]
+    for guesser, budget in guessers:  # first calls compile and allocate
+        decode(guesser, [warm], limit=8, budget=budget)
+    work = [(bench, start) for bench, asked in prompts.items() for start in range(0, len(asked), rows)]
     samples: list[list[Sample]] = [[] for _ in guessers[1:]]
     for number, (bench, start) in enumerate(track(work, "decoding", console=console)):
-        batch = prompts[bench][start : start + how.rows]
+        batch = prompts[bench][start : start + rows]
         order = range(len(guessers)) if number % 2 else reversed(range(len(guessers)))  # no arm always goes first
-        runs = {
-            at: generate(target, guessers[at][0], batch, how.tokens, guessers[at][1], sampling, how.rows)
-            for at in order
-        }
+        runs = {at: decode(guessers[at][0], batch, budget=guessers[at][1]) for at in order}
         for at, mine in enumerate(samples, start=1):
             mine.append(Sample(bench, runs[at], runs[0], batch, start))
         ladder.climb()
@@ -153,6 +160,17 @@ def check(how: Decode) -> None:
         raise ValueError("decode.bench is empty; name a set of prompts, such as [gsm8k]")
 
 
+def typical_of(how: Decode) -> Typical | None:
+    """The lossy rule, where `decode.accept` asks for it."""
+    if how.accept is Accept.lossless:
+        return None
+    if not how.temperature:
+        raise ValueError(
+            "decode.accept=typical at temperature 0 is greedy decoding; set decode.temperature above 0, or leave decode.accept out"
+        )
+    return Typical(how.epsilon, how.delta)
+
+
 def budget_for(how: Decode, card: Card) -> Budget:
     """How much may be proposed: the tree that `decode.tree` names, checked before weights load."""
     sampled = how.proposal is Proposal.sampled
@@ -182,8 +200,8 @@ def settings(run: Run, arm: Arm, dtype: torch.dtype) -> dict[str, Any]:
         **{key: how[key] for key in ("tokens", "temperature", "top_k", "top_p", "rows", "longest")},
         "tree": [list(path) for path in budget.paths] or {"depth": budget.depth, "branch": budget.branch},
         "proposal": run.decode.proposal.value,
+        "accept": run.decode.accept.value,
         "nodes": len(budget.paths) + 1 if budget.paths else budget.nodes,
-        "accept": "lossless",
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
         "cpu": cpu_name(),

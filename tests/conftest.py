@@ -78,6 +78,47 @@ class Family:
         return self.said[key]
 
 
+@dataclass
+class Notes:
+    """What the proofs measured, for the end of the run."""
+
+    worst: dict[str, tuple[int, float]] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+    equal: int = 0  # greedy texts of tiny targets that were plain decoding's
+
+    def error(self, kind: str, value: float) -> float:
+        """Remember the largest error of its kind, and how many there were."""
+        count, most = self.worst.get(kind, (0, 0.0))
+        self.worst[kind] = (count + 1, max(most, value))
+        return value
+
+
+NOTES = pytest.StashKey[Notes]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[NOTES] = Notes()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print what the proofs measured."""
+    notes = config.stash[NOTES]
+    if notes.worst or notes.lines:
+        terminalreporter.section("proofs")
+    for kind, (count, most) in sorted(notes.worst.items()):
+        terminalreporter.write_line(f"{kind}: {count} laws counted out, total variation at most {most:.1e}")
+    if notes.equal:
+        terminalreporter.write_line(f"greedy, tiny targets: {notes.equal} of {notes.equal} texts are plain decoding's")
+    for line in notes.lines:
+        terminalreporter.write_line(line)
+
+
+@pytest.fixture
+def notes(request: pytest.FixtureRequest) -> Notes:
+    """Where a proof says what it measured."""
+    return request.config.stash[NOTES]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Tests make their targets in a folder of the session, not in the user's cache."""

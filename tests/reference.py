@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from models.drafter import Budget, Committed, Drafter, FeatureBatch
 from models.sampling import Draw, Sampling, Voice
-from models.tree import TokenTree
+from models.tree import Path, TokenTree, parents_of
 
 Outcome = TypeVar("Outcome")
 
@@ -41,6 +41,66 @@ def greedy_by_walking(
         if right and len(path) > len(best):
             best = path
     return best, choices[best[-1]]
+
+
+def sampled_by_walking(
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    valid: Sequence[bool],
+    target_probs: Sequence[Sequence[float]],
+    draft_probs: Sequence[Sequence[float]] | None,
+    draw: Draw,
+    renormalise: bool = True,
+    replace: bool = False,
+) -> tuple[list[int], int]:
+    """Recursive rejection, child by child; the two switches break it: see tests/faults.py."""
+    path, vocabulary = [0], range(len(target_probs[0]))
+    while True:
+        left = list(target_probs[path[-1]])
+        guess = None if draft_probs is None else list(draft_probs[path[-1]])
+        for child in [node for node, parent in enumerate(parents) if parent == path[-1] and valid[node]]:
+            token = tokens[child]
+            odds = left[token] / (sum(left) if renormalise else 1.0)
+            if guess is not None:
+                if not guess[token]:
+                    continue
+                odds = min(1.0, odds * sum(guess) / guess[token])
+            if draw(torch.tensor([1 - odds, odds], dtype=torch.float64)):
+                path.append(child)
+                break
+            if guess is None:
+                left[token] = left[token] if replace else 0.0
+            else:
+                total, mass = sum(left) if renormalise else 1.0, sum(guess)
+                excess = [max(left[other] / total - guess[other] / mass, 0.0) for other in vocabulary]
+                left = excess if sum(excess) else left
+                guess[token] = guess[token] if replace else 0.0
+        else:
+            return path, draw(torch.tensor(left, dtype=torch.float64))
+
+
+def typical_by_walking(
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    valid: Sequence[bool],
+    target_probs: Sequence[Sequence[float]],
+    epsilon: float,
+    delta: float,
+) -> list[int]:
+    """Of all paths of typical guesses the longest, then the likeliest, then the first."""
+
+    def stands(parent: int, child: int) -> bool:
+        probs = target_probs[parent]
+        entropy = -sum(prob * math.log(prob) for prob in probs if prob)
+        return valid[child] and probs[tokens[child]] > min(epsilon, delta * math.exp(-entropy))
+
+    paths = [way_up(parents, node) for node in range(len(tokens))]
+    typical = [path for path in paths if all(stands(*edge) for edge in itertools.pairwise(path))]
+    longest = [path for path in typical if len(path) == max(map(len, typical))]
+    return max(
+        longest,
+        key=lambda path: sum(math.log(target_probs[above][tokens[node]]) for above, node in itertools.pairwise(path)),
+    )
 
 
 def worth(ranks: Sequence[Sequence[int]], paths: Sequence[Sequence[int]]) -> int:
@@ -76,6 +136,8 @@ def marked_batch(
 def probs_by_hand(logits: Sequence[float], sampling: Sampling) -> list[float]:
     """The distribution that `logits` mean under `sampling`, one token after the other."""
     order = sorted(range(len(logits)), key=lambda token: -logits[token])
+    if sampling.temperature == 0:
+        return [float(token == order[0]) for token in range(len(logits))]
     weights = [math.exp((logit - max(logits)) / sampling.temperature) for logit in logits]
     kept = order[: sampling.top_k or None]
     total = sum(weights[token] for token in kept)
@@ -210,3 +272,47 @@ class Garbage(Drafter):
         tokens = torch.arange(nodes).expand(rows, nodes) % self.vocabulary
         tokens = torch.cat([committed.bonus[:, None], tokens[:, 1:]], dim=1)
         return TokenTree(tokens, self.parents.expand(rows, nodes), torch.ones(rows, nodes, dtype=torch.bool))
+
+
+class Tabled(Drafter):
+    """A static tree from a table [V, V] of what follows a token: top picks, or drawn one by one without replacement."""
+
+    def __init__(self, table: Tensor, paths: Sequence[Path], drawn: bool):
+        super().__init__()
+        self.table, self.order = table, table.argsort(dim=-1, descending=True)
+        self.paths, self.drawn, self.parents = paths, drawn, parents_of(paths)
+
+    def propose(self, committed: Committed, state: Any, budget: Budget, voice: Voice) -> TokenTree:
+        """One tree a row; drawn ones say what they were drawn from."""
+        roots = committed.bonus.tolist()
+        if self.drawn:
+            rows = [self.draw_below(root, draw) for root, draw in zip(roots, voice.draws, strict=True)]
+        else:
+            rows = [self.pick_below(root) for root in roots]
+        tokens = torch.tensor(rows)
+        parents = torch.tensor(self.parents).expand_as(tokens)
+        return TokenTree(tokens, parents, self.used(tokens), self.table[tokens] if self.drawn else None)
+
+    def pick_below(self, root: int) -> list[int]:
+        """The tokens of a tree of first choices below `root`."""
+        tokens = [root]
+        for path, parent in zip(self.paths, self.parents[1:], strict=True):
+            tokens.append(int(self.order[tokens[parent], path[-1]]))
+        return tokens
+
+    def draw_below(self, root: int, draw: Draw) -> list[int]:
+        """The tokens of a drawn tree below `root`."""
+        tokens, left = [root], {0: self.weights(root)}
+        for node, parent in enumerate(self.parents[1:], 1):
+            tokens.append(draw(left[parent]))
+            left[parent][tokens[-1]] = 0.0
+            left[node] = self.weights(tokens[-1])
+        return tokens
+
+    def weights(self, token: int) -> Tensor:
+        """[V] what children of `token` are drawn from."""
+        return self.table[token].clone()
+
+    def used(self, tokens: Tensor) -> Tensor:
+        """[B, N] which nodes may be accepted."""
+        return torch.ones_like(tokens, dtype=torch.bool)

@@ -1,299 +1,23 @@
-"""The accept rules. Whatever is proposed, the text must be distributed as the target's own: counted out exactly, not sampled."""
+"""The accept rules, against walking every path. That they leave the text's distribution alone: tests/test_exact.py."""
 
 import itertools
+import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from decode.accept import Accepted, accept, accept_greedy, accept_sampled
-from models.drafter import Budget
-from models.growth import grow, grow_dynamic
+from decode.accept import Accepted, Typical, accept, accept_greedy, accept_sampled
 from models.sampling import Draw, Sampling, Voice
-from models.tree import Path, TokenTree, ordered_paths, parents_of
-from models.vocabulary import DraftVocabulary
-from reference import greedy_by_walking, outcomes, probs_by_hand
+from models.tree import TokenTree
+from reference import greedy_by_walking, outcomes, probs_by_hand, sampled_by_walking, typical_by_walking
 
 V = 5
-Text = tuple[int, ...]
-Law = dict[Text, float]
-
-ONE = ordered_paths([(0,)])
-CHAIN = ordered_paths([(0,), (0, 0)])
-FORK = ordered_paths([(0,), (1,)])
-BUSH = ordered_paths([(0,), (1,), (0, 0)])
-TREE = ordered_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
-
-
-def table(name: str, text: Text) -> Tensor:
-    """Random logits [V] that depend on everything in `text`."""
-    seed = random.Random(f"{name} {text}").randrange(2**31)
-    return 2 * torch.randn(V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def draft_probs(text: Text) -> Tensor:
-    """[V] what the drafter believes: not the target's distribution, and without one token the target may say."""
-    probs = table("draft", text).softmax(-1)
-    probs[probs.argmin()] = 0.0
-    return probs / probs.sum()
-
-
-def top_picks(text: Text, paths: list[Path], draw: Draw) -> TokenTree:
-    """A tree whose child of rank r is the drafter's r-th choice."""
-    tokens = [text[-1]]
-    spelled: dict[Path, Text] = {(): text}
-    for path in paths:
-        tokens.append(int(draft_probs(spelled[path[:-1]]).argsort(descending=True)[path[-1]]))
-        spelled[path] = (*spelled[path[:-1]], tokens[-1])
-    return TokenTree(
-        torch.tensor([tokens]), torch.tensor([parents_of(paths)]), torch.ones(1, len(tokens), dtype=torch.bool)
-    )
-
-
-def doubled(text: Text, paths: list[Path], draw: Draw) -> TokenTree:
-    """Top picks, where siblings of rank 0 and 1 are the same token."""
-    tree = top_picks(text, paths, draw)
-    first = {path[:-1]: node for node, path in enumerate(paths, 1) if path[-1] == 0}
-    source = [0, *(first[path[:-1]] if path[-1] == 1 else node for node, path in enumerate(paths, 1))]
-    return TokenTree(tree.tokens[:, source], tree.parents, tree.valid)
-
-
-def ragged(text: Text, paths: list[Path], draw: Draw) -> TokenTree:
-    """Top picks, where a leaf and an inner node are not used; what the inner one holds is the target's likeliest token."""
-    tree = top_picks(text, paths, draw)
-    leaf, inner = len(paths), 1 + paths.index((0,))
-    tree.valid[0, [leaf, inner]] = False
-    tree.tokens[0, inner] = int(table("target", text).argmax())
-    return tree
-
-
-def oracle(text: Text) -> Callable[[Tensor, Tensor], Tensor]:
-    """What the drafter says after the nodes of a tree that grows below the end of `text`."""
-    grown: list[Text] = []
-
-    def ask(tokens: Tensor, places: Tensor) -> Tensor:
-        above = list(grown)
-        pairs = zip(tokens[0].tolist(), places[0].tolist(), strict=True)
-        grown[:] = [(*above[place], token) for token, place in pairs] if above else [text]
-        return torch.stack([draft_probs(each) for each in grown])[None].log()
-
-    return ask
-
-
-def dynamic(text: Text, paths: list[Path], draw: Draw) -> TokenTree:
-    """The drafter's most probable branches, as many as `paths` has, whatever their shape."""
-    root = torch.tensor([text[-1]])
-    return grow_dynamic(root, oracle(text), lambda ids: ids, depth=3, branch=2, nodes=len(paths) + 1)
-
-
-def reduced(*tokens: int) -> DraftVocabulary:
-    """A draft vocabulary of `tokens`."""
-    made = DraftVocabulary(len(tokens), V)
-    made.learn(torch.bincount(torch.tensor(tokens), minlength=V))
-    return made
-
-
-@dataclass
-class Grown:
-    """What drafters propose that draw their guesses: trees of models/growth.py, as the target speaks.
-
-    `same`: below every node of a depth they believe the same, as Medusa's heads do, so that siblings under different
-    parents share tokens.
-    """
-
-    sampling: Sampling
-    vocabulary: DraftVocabulary
-    same: bool = False
-    doubled: int = 0  # trees in which a token stands under two parents
-    short: int = 0  # trees in which the drafter ran out of tokens
-
-    def __call__(self, text: Text, paths: list[Path], draw: Draw) -> TokenTree:
-        spoken = self.vocabulary.ids if self.vocabulary.reduced else torch.arange(V)
-        below, depth = oracle(text), itertools.count()
-
-        def ask(tokens: Tensor, places: Tensor) -> Tensor:
-            if self.same:
-                return table("draft", (*text, next(depth)))[spoken].log_softmax(-1)[None, None]
-            said = below(tokens, places)[..., spoken]
-            return said.where(said.isfinite().any(-1, keepdim=True), 0.0)  # it has to believe in something
-
-        budget = Budget(tuple(paths), len(paths) + 1, sampled=True)
-        tree = grow(torch.tensor([text[-1]]), ask, self.vocabulary, budget, Voice(self.sampling, [draw]))
-        inside = tree.tokens[0, tree.depth[0] == 2].tolist()
-        self.doubled += len(set(inside)) < len(inside)
-        self.short += not tree.valid.all()
-        return tree
-
-
-def sampled(text: Text, paths: list[Path], draw: Draw) -> TokenTree:
-    """A tree whose siblings are drawn one after the other, without replacement, from the drafter's distribution."""
-    tokens, rows = [text[-1]], []
-    spelled: dict[Path, Text] = {(): text}
-    left: dict[Path, Tensor] = {}
-    for path in [(), *paths]:
-        if path:
-            above = path[:-1]
-            tokens.append(draw(left[above]))
-            left[above][tokens[-1]] = 0.0
-            spelled[path] = (*spelled[above], tokens[-1])
-        rows.append(draft_probs(spelled[path]))
-        left[path] = rows[-1].clone()
-    valid = torch.ones(1, len(tokens), dtype=torch.bool)
-    return TokenTree(torch.tensor([tokens]), torch.tensor([parents_of(paths)]), valid, torch.stack(rows)[None])
-
-
-def sampled_ragged(text: Text, paths: list[Path], draw: Draw) -> TokenTree:
-    """The same, where the last node, whatever was drawn for it, is not used."""
-    tree = sampled(text, paths, draw)
-    tree.valid[0, -1] = False
-    return tree
-
-
-def exhausted(text: Text, paths: list[Path], draw: Draw) -> TokenTree:
-    """Siblings from a drafter that believes in one token only: the second child is what a draw from nothing gives."""
-    tree = sampled(text, FORK, lambda weights: int(weights.argmax()))
-    assert tree.child_probs is not None
-    only = int(tree.tokens[0, 1])
-    probs = torch.nn.functional.one_hot(torch.full((1, 3), only), V).double()
-    return TokenTree(torch.tensor([[text[-1], only, (only + 1) % V]]), tree.parents, tree.valid, probs)
-
-
-def target_logits(text: Text, tree: TokenTree) -> Tensor:
-    """[1, N, V] what the target says after every node of `tree`, whose root is the last token of `text`."""
-    tokens = tree.tokens[0].tolist()
-    spelled = [text]
-    for node, parent in enumerate(tree.parents[0].tolist()[1:], 1):
-        spelled.append((*spelled[parent], tokens[node]))
-    return torch.stack([table("target", each) for each in spelled])[None]
-
-
-@dataclass
-class Decoder:
-    """The loop propose, accept, go on from the bonus token; `shapes[n]` is the tree once n tokens are there."""
-
-    propose: Callable[[Text, list[Path], Draw], TokenTree]
-    shapes: list[list[Path]]
-    sampling: Sampling
-    known: dict[Text, Law] = field(default_factory=dict)
-    longest: int = 0  # tokens that one round gave at most
-
-    def round(self, text: Text) -> Law:
-        """What one round adds to `text`, and how likely: every way its draws can fall."""
-        if text not in self.known:
-
-            def run(draw: Draw) -> Text:
-                tree = self.propose(text, self.shapes[min(len(text), len(self.shapes)) - 1], draw)
-                done = accept_sampled(tree, target_logits(text, tree), self.sampling, [draw])
-                path = done.path[0, : done.length[0]]
-                return (*tree.tokens[0, path[1:]].tolist(), int(done.bonus[0]))
-
-            law: Law = defaultdict(float)
-            for added, chance in outcomes(run):
-                law[added] += chance
-            self.known[text] = law
-            self.longest = max(self.longest, *map(len, law))
-        return self.known[text]
-
-    def law(self, length: int) -> Law:
-        """The distribution of the first `length` tokens after the prompt (0,), round after round."""
-        law: Law = defaultdict(float)
-
-        def go_on(text: Text, chance: float) -> None:
-            if len(text) > length:
-                law[text[1 : length + 1]] += chance
-                return
-            for added, more in self.round(text).items():
-                go_on(text + added, chance * more)
-
-        go_on((0,), 1.0)
-        return law
-
-
-def own_law(length: int, sampling: Sampling) -> Law:
-    """The distribution of the first `length` tokens that the target says by itself after the prompt (0,)."""
-    law: Law = {(0,): 1.0}
-    for _ in range(length):
-        probs = {text: probs_by_hand(table("target", text).tolist(), sampling) for text in law}
-        law = {(*text, token): chance * probs[text][token] for text, chance in law.items() for token in range(V)}
-    return {text[1:]: chance for text, chance in law.items()}
-
-
-def variation(ours: Law, theirs: Law) -> float:
-    """Total variation distance."""
-    return sum(abs(ours.get(text, 0.0) - theirs.get(text, 0.0)) for text in {*ours, *theirs}) / 2
-
-
-SAMPLINGS = [Sampling(1.0), Sampling(1.3, top_k=3), Sampling(1.0, top_p=0.7), Sampling(0.6, top_k=4, top_p=0.9)]
-
-
-@pytest.mark.exact
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-@pytest.mark.parametrize("propose", [top_picks, doubled, ragged, dynamic])
-def test_certain_proposals_leave_the_law_of_the_text_alone(
-    propose: Callable[[Text, list[Path], Draw], TokenTree], sampling: Sampling
-) -> None:
-    decoder = Decoder(propose, [TREE, TREE, FORK], sampling)
-    assert variation(decoder.law(3), own_law(3, sampling)) < 1e-9
-    assert decoder.longest > 1
-
-
-@pytest.mark.exact
-@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.9, top_k=3)], ids=str)
-def test_a_chain_of_certain_proposals_leaves_the_law_of_four_tokens_alone(sampling: Sampling) -> None:
-    decoder = Decoder(top_picks, [CHAIN, CHAIN, CHAIN, ONE], sampling)
-    assert variation(decoder.law(4), own_law(4, sampling)) < 1e-9
-    assert decoder.longest == 3
-
-
-@pytest.mark.exact
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-@pytest.mark.parametrize(
-    ("propose", "shape"),
-    [(sampled, CHAIN), (sampled, BUSH), (sampled_ragged, BUSH)],
-    ids=["chain", "bush", "ragged bush"],
-)
-def test_drawn_proposals_leave_the_law_of_the_text_alone(
-    propose: Callable[[Text, list[Path], Draw], TokenTree], shape: list[Path], sampling: Sampling
-) -> None:
-    decoder = Decoder(propose, [shape, FORK, ONE], sampling)
-    assert variation(decoder.law(3), own_law(3, sampling)) < 1e-9
-    assert decoder.longest > 1
-
-
-TWICE = ordered_paths([(0,), (1,), (0, 0), (1, 0)])
-
-
-@pytest.mark.exact
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-@pytest.mark.parametrize("shape", [CHAIN, BUSH, TWICE], ids=["chain", "bush", "two parents"])
-@pytest.mark.parametrize("vocabulary", [DraftVocabulary(None, V), reduced(0, 2, 3), reduced(4)], ids=["all", "3", "1"])
-@pytest.mark.parametrize("same", [False, True], ids=["by branch", "by depth"])
-def test_trees_that_drafters_draw_leave_the_law_of_the_text_alone(
-    same: bool, vocabulary: DraftVocabulary, shape: list[Path], sampling: Sampling
-) -> None:
-    propose = Grown(sampling, vocabulary, same)
-    decoder = Decoder(propose, [shape, FORK, ONE], sampling)
-    error = variation(decoder.law(3), own_law(3, sampling))
-    assert error < 1e-9
-    assert decoder.longest > 1 or vocabulary.reduced
-    assert propose.doubled or shape is not TWICE
-    assert propose.short or vocabulary.size > 1 or shape is CHAIN
-
-
-@pytest.mark.exact
-def test_three_drawn_siblings_leave_the_law_of_the_text_alone() -> None:
-    decoder = Decoder(sampled, [ordered_paths([(0,), (1,), (2,)]), ONE], Sampling(1.0))
-    assert variation(decoder.law(2), own_law(2, Sampling(1.0))) < 1e-9
-
-
-@pytest.mark.exact
-def test_a_drafter_that_runs_out_of_tokens_leaves_the_law_of_the_text_alone() -> None:
-    decoder = Decoder(exhausted, [FORK], Sampling(1.0))
-    assert variation(decoder.law(3), own_law(3, Sampling(1.0))) < 1e-9
 
 
 def test_a_rejection_that_only_rounding_allows_still_ends_in_a_token_the_target_may_say() -> None:
@@ -335,7 +59,9 @@ def test_a_drafter_that_agrees_with_the_target_is_always_accepted() -> None:
         assert {length for length, _ in outcomes(accepted)} == {3}
 
 
-def random_trees(seed: int, rows: int, nodes: int, siblings_differ: bool) -> tuple[TokenTree, Tensor]:
+def random_trees(
+    seed: int, rows: int, nodes: int, siblings_differ: bool, drawn: bool = False
+) -> tuple[TokenTree, Tensor]:
     """Ragged trees over a vocabulary so small that guesses are often right, and logits [rows, nodes, V]."""
     chance = random.Random(seed)
     tokens, parents, valid = [], [], []
@@ -351,8 +77,13 @@ def random_trees(seed: int, rows: int, nodes: int, siblings_differ: bool) -> tup
         tokens.append(row)
         parents.append(above)
         valid.append([True, *(chance.random() < 0.8 for _ in range(nodes - 1))])
-    logits = torch.randn(rows, nodes, V, generator=torch.Generator().manual_seed(seed))
-    return TokenTree(torch.tensor(tokens), torch.tensor(parents), torch.tensor(valid)), logits
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, nodes, V, generator=generator, dtype=torch.float64)
+    probs = None
+    if drawn:
+        probs = torch.randn(rows, nodes, V, generator=generator, dtype=torch.float64).softmax(-1)
+        probs = probs.where(probs > 0.1, 0.0)  # some guesses cannot have been drawn
+    return TokenTree(torch.tensor(tokens), torch.tensor(parents), torch.tensor(valid), probs), logits
 
 
 def unpadded(accepted: Accepted) -> list[tuple[list[int], int]]:
@@ -363,6 +94,78 @@ def unpadded(accepted: Accepted) -> list[tuple[list[int], int]]:
             accepted.path.tolist(), accepted.length.tolist(), accepted.bonus.tolist(), strict=True
         )
     ]
+
+
+TREES = {"seed": st.integers(0, 2**20), "rows": st.integers(1, 4), "nodes": st.integers(1, 16)}
+
+
+@settings(max_examples=80, deadline=None)
+@given(**TREES, siblings_differ=st.booleans(), drawn=st.booleans(), top_k=st.integers(0, 3))
+def test_sampled_acceptance_asks_and_answers_as_walking_child_by_child_does(
+    seed: int, rows: int, nodes: int, siblings_differ: bool, drawn: bool, top_k: int
+) -> None:
+    """Path, bonus, and the weights of every draw on the way, where the same answers come up."""
+    tree, logits = random_trees(seed, rows, nodes, siblings_differ, drawn)
+    sampling = Sampling(0.8, top_k)
+
+    def script(row: int, weights: list[Tensor]) -> Draw:
+        answer = sampling.draw(row)
+
+        def draw(unscaled: Tensor) -> int:
+            weights.append(unscaled.double() / unscaled.double().sum())
+            return answer(weights[-1].round(decimals=9))
+
+        return draw
+
+    asked: list[list[Tensor]] = [[] for _ in range(rows)]
+    ours = unpadded(accept_sampled(tree, logits, sampling, [script(row, asked[row]) for row in range(rows)]))
+    for row, path in enumerate(ours):
+        weights: list[Tensor] = []
+        probs = [probs_by_hand(each, sampling) for each in logits[row].tolist()]
+        guess = None if tree.child_probs is None else tree.child_probs[row].tolist()
+        each = tree.tokens[row].tolist(), tree.parents[row].tolist(), tree.valid[row].tolist()
+        assert sampled_by_walking(*each, probs, guess, script(row, weights)) == path
+        assert len(weights) == len(asked[row])
+        for mine, twin in zip(asked[row], weights, strict=True):
+            torch.testing.assert_close(mine, twin, rtol=0, atol=1e-12)
+
+
+@settings(max_examples=80, deadline=None)
+@given(**TREES, siblings_differ=st.booleans(), epsilon=st.floats(0.01, 1.0), delta=st.floats(0.01, 2.0))
+def test_typical_acceptance_equals_walking_every_path(
+    seed: int, rows: int, nodes: int, siblings_differ: bool, epsilon: float, delta: float
+) -> None:
+    tree, logits = random_trees(seed, rows, nodes, siblings_differ)
+    sampling, rule = Sampling(0.8, top_k=4), Typical(epsilon, delta)
+    voice = Voice(sampling, [sampling.draw(row) for row in range(rows)])
+    for row, (path, bonus) in enumerate(unpadded(accept(tree, logits, voice, rule))):
+        probs = [probs_by_hand(each, sampling) for each in logits[row].tolist()]
+        each = tree.tokens[row].tolist(), tree.parents[row].tolist(), tree.valid[row].tolist()
+        assert path == typical_by_walking(*each, probs, epsilon, delta)
+        assert bonus == sampling.draw(row)(torch.tensor(probs[path[-1]], dtype=torch.float64))
+
+
+def test_typical_acceptance_at_temperature_0_is_greedy() -> None:
+    tree, logits = random_trees(1, rows=8, nodes=12, siblings_differ=True)
+    assert unpadded(accept(tree, logits, Voice(), Typical())) == unpadded(accept_greedy(tree, logits))
+
+
+@pytest.mark.parametrize("bad", [(0.0, 0.3), (1.5, 0.3), (float("nan"), 0.3), (0.1, 0.0), (0.1, -1.0), (0.1, math.inf)])
+def test_impossible_typical_acceptance_is_refused_with_its_values(bad: tuple[float, float]) -> None:
+    sentence = r"epsilon={} delta={} is no typical acceptance: epsilon is in \(0, 1\], delta is above 0"
+    with pytest.raises(ValueError, match=sentence.format(*bad)):
+        Typical(*bad)
+
+
+@settings(max_examples=80, deadline=None)
+@given(**TREES, siblings_differ=st.booleans())
+def test_greedy_acceptance_of_any_tree_equals_walking_every_path(
+    seed: int, rows: int, nodes: int, siblings_differ: bool
+) -> None:
+    tree, logits = random_trees(seed, rows, nodes, siblings_differ)
+    for row, done in enumerate(unpadded(accept_greedy(tree, logits))):
+        each = tree.tokens[row].tolist(), tree.parents[row].tolist(), tree.valid[row].tolist()
+        assert done == greedy_by_walking(*each, logits[row].argmax(-1).tolist())
 
 
 @pytest.mark.parametrize("siblings_differ", [True, False])

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from models.cache import KVCache
@@ -147,3 +149,33 @@ def test_layers_of_different_shapes_are_refused() -> None:
     narrow = torch.zeros(1, HEADS, 2, WIDTH - 1)
     with pytest.raises(ValueError, match="keys and values of different shapes"):
         cache.update(narrow, narrow, 1)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data(), st.integers(1, 3))
+def test_any_rounds_leave_what_a_list_of_tokens_would_hold(data: st.DataObject, rows: int) -> None:
+    """Passes, kept paths, and rows that leave and come back with a prompt."""
+    cache = KVCache(LAYERS, rows, 60)
+    twin: list[list[list[Tensor]]] = [[[] for _ in range(rows)] for _ in range(LAYERS)]  # keys [H, D] of every token
+    for turn in range(data.draw(st.integers(1, 5))):
+        if turn and data.draw(st.booleans()):
+            row, length = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(1, 6))
+            cache.reset(torch.tensor([row]))
+            cache.fill(torch.tensor([row]), torch.tensor([length]))
+            for layer in range(LAYERS):
+                new = numbered(1, 6, 1000 * turn + 500 + 10_000 * layer)
+                cache.update(*new, layer)
+                twin[layer][row] = [new[0][0][:, at] for at in range(length)]
+        nodes = data.draw(st.integers(1, 6))
+        fresh = step(cache, nodes, 1000 * turn)
+        paths = [data.draw(st.sets(st.integers(1, nodes)).map(lambda some: [0, *sorted(some)])) for _ in range(rows)]
+        paths = [[node for node in path if node < nodes][: data.draw(st.integers(0, nodes))] for path in paths]
+        padded = torch.tensor([[*path, *[0] * (nodes - len(path))] for path in paths])
+        cache.keep(padded, torch.tensor([len(path) for path in paths]))
+        for layer in range(LAYERS):
+            for row, path in enumerate(paths):
+                twin[layer][row] += [fresh[layer][0][row][:, node] for node in path]
+                keys = held(cache)[layer][row][0]
+                assert [keys[:, at].tolist() for at in range(keys.shape[1])] == [
+                    key.tolist() for key in twin[layer][row]
+                ]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conf.schema import Decode, Proposal
+from conf.schema import Accept, Decode, Proposal
 from decode.engine import generate
 from decode.measure import Arm, budget_for, check, measure, settings
 from decode.opening import find_beside, find_drafter, open_drafter, open_target
@@ -120,6 +120,15 @@ def test_prompts_side_by_side_are_counted_one_by_one(loop, tmp_path):
     assert (tmp_path / "here" / "report.json").exists()
 
 
+def test_typical_acceptance_is_called_so_and_lossy(loop, tmp_path, capsys):
+    how = ["decode.accept=typical", "decode.temperature=0.7", "decode.epsilon=0.2", f"decode.out={tmp_path}/here"]
+    report = measure(composed(*EXACT, f"trained={loop.out}", *how))
+    assert (report.settings["accept"], loop.report.settings["accept"]) == ("typical", "lossless")
+    assert "typical acceptance, lossy" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(ValueError, match=r"epsilon=2\.0 delta=0.3 is no typical acceptance"):
+        measure(composed(*EXACT, f"trained={loop.out}", *how, "decode.epsilon=2.0"))
+
+
 def test_a_drafter_of_another_target_is_refused_before_weights_load(loop, monkeypatch):
     monkeypatch.setattr("decode.measure.open_target", None)
     with pytest.raises(ValueError, match=r"was trained for tiny \(fingerprint"):
@@ -152,6 +161,11 @@ REFUSED = [
     ("top_p", 0.0, "top_p is in (0, 1]"),
     ("top_p", 1.5, "top_p is in (0, 1]"),
     ("top_k", -1, "top_k are at least 0"),
+    (
+        "accept",
+        Accept.typical,
+        "decode.accept=typical at temperature 0 is greedy decoding; set decode.temperature above 0",
+    ),
     ("tokens", 9999, "exceed the 2048 tokens of tiny"),
 ]
 
