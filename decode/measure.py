@@ -14,8 +14,8 @@ from rich.progress import track
 
 from conf.schema import Decode, Run
 from decode.engine import generate
-from decode.opening import find_beside, find_drafter, open_drafter, open_target, target_folder
-from decode.prompts import bench_file, bench_prompts
+from decode.opening import find_beside, find_drafter, open_drafter, open_target, open_tokenizer, target_folder
+from decode.prompts import choose, exchanges, most_exchanges
 from decode.report import Report, Sample, compare
 from models.drafter import Budget, Drafter, Plain
 from models.sampling import Sampling
@@ -44,23 +44,23 @@ def measure(run: Run) -> Report:
     sampling = Sampling(how.temperature, how.top_k, how.top_p, run.seed)
     arms = [arm_of(run.conf_name, find_drafter(run), how)]
     arms += [arm_of(Path(name).name, find_beside(name), how) for name in how.beside]
-    for name in how.bench:
-        bench_file(name)
     identity = identify(target_folder(run.target), run.target.name, run.target.trust_remote_code)
     for arm in arms:
         require_target(arm.card, arm.folder, identity)
+    chosen = choose(how.bench, open_tokenizer(run.target), how.prompts, how.longest, how.turns)
     target = open_target(run.target)
     guessers: list[tuple[Drafter, Budget]] = [(Plain(), Budget(nodes=1))]
     guessers += [(open_drafter(arm.folder, arm.card, target), arm.budget) for arm in arms]
-    prompts = bench_prompts(how.bench, target.tokenizer, how.prompts, how.longest)
     for arm in arms:
         console.print(f"{arm.name}: drafter {arm.folder}")
     console.print(f"target {run.target.name} ({target.identity.fingerprint})")
     for guesser, budget in guessers:  # warm up: first calls compile and allocate
-        generate(target, guesser, [prompts[how.bench[0]][0]], 8, budget)
-    work = [(bench, batch) for bench, asked in prompts.items() for batch in batches(asked, how.rows)]
+        generate(target, guesser, [next(iter(chosen.values()))[0].prompt()], 8, budget)
+    work = exchanges(chosen, how.rows, how.longest)
+    total = most_exchanges(chosen, how.rows)
     samples: list[list[Sample]] = [[] for _ in arms]
-    for number, (bench, batch) in enumerate(track(work, "decoding", console=console)):
+    for number, (bench, dialogues) in enumerate(track(work, "decoding", total, console=console)):
+        batch = [dialogue.prompt() for dialogue in dialogues]
         order = range(len(guessers)) if number % 2 else reversed(range(len(guessers)))  # no arm always goes first
         runs = {
             at: generate(target, guessers[at][0], batch, how.tokens, guessers[at][1], sampling, how.rows)
@@ -68,6 +68,8 @@ def measure(run: Run) -> Report:
         }
         for at, mine in enumerate(samples, start=1):
             mine.append(Sample(bench, drafted=runs[at], plain=runs[0]))
+        for dialogue, answer in zip(dialogues, runs[0].generations, strict=True):
+            dialogue.hear(answer.tokens)  # plain decoding's, so that all arms read the same next prompt
     reports = [Report.of(mine, settings(run, arm, target.dtype)) for arm, mine in zip(arms, samples, strict=True)]
     for report in reports:
         report.show(console)
@@ -86,16 +88,12 @@ def arm_of(name: str, folder: Path, how: Decode) -> Arm:
 def check(how: Decode) -> None:
     """Raise ValueError for settings with which nothing would be measured."""
     # the first token is no round's, so one token measures nothing
-    least = {"prompts": 1, "longest": 1, "tokens": 2, "nodes": 2, "depth": 1, "rows": 1, "branch": 1}
+    least = {"prompts": 1, "longest": 1, "tokens": 2, "nodes": 2, "depth": 1, "rows": 1, "branch": 1, "turns": 1}
     for name, value in least.items():
         if getattr(how, name) < value:
             raise ValueError(f"decode.{name}={getattr(how, name)} measures nothing; give at least {value}")
     if not how.bench:
         raise ValueError("decode.bench is empty; name a set of prompts, such as [gsm8k]")
-
-
-def batches(prompts: list[list[int]], rows: int) -> list[list[list[int]]]:
-    return [prompts[start : start + rows] for start in range(0, len(prompts), rows)]
 
 
 def budget_for(how: Decode, card: Card) -> Budget:
@@ -123,7 +121,7 @@ def settings(run: Run, arm: Arm, dtype: torch.dtype) -> dict[str, Any]:
         "folder": arm.folder.name,
         "target": run.target.name,
         "dtype": str(dtype).removeprefix("torch."),
-        **{key: how[key] for key in ("tokens", "temperature", "top_k", "top_p", "rows", "longest")},
+        **{key: how[key] for key in ("tokens", "temperature", "top_k", "top_p", "rows", "longest", "turns")},
         "tree": [list(path) for path in budget.paths] or {"depth": budget.depth, "branch": budget.branch},
         "nodes": len(budget.paths) + 1 if budget.paths else budget.nodes,
         "threads": torch.get_num_threads(),

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from conf import packaged
 from conf.schema import Run
@@ -22,6 +23,14 @@ def target_folder(conf: TargetConf) -> Path:
     if conf.random is not None:
         return from_random(conf.random)
     return from_hub(conf.name, conf.revision, allow_pickle=conf.allow_pickle)
+
+
+def open_tokenizer(conf: TargetConf) -> PreTrainedTokenizerBase:
+    """The target's tokenizer alone: prompts are chosen, or refused, before its weights load."""
+    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        target_folder(conf), trust_remote_code=conf.trust_remote_code
+    )
+    return found
 
 
 def open_target(conf: TargetConf) -> Target:
