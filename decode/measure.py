@@ -121,7 +121,7 @@ def settings(run: Run, arm: Arm, dtype: torch.dtype) -> dict[str, Any]:
         "folder": arm.folder.name,
         "target": run.target.name,
         "dtype": str(dtype).removeprefix("torch."),
-        **{key: how[key] for key in ("tokens", "temperature", "top_k", "top_p", "rows", "longest", "turns")},
+        **{key: how[key] for key in ("bench", "turns", "tokens", "temperature", "top_k", "top_p", "rows", "longest")},
         "tree": [list(path) for path in budget.paths] or {"depth": budget.depth, "branch": budget.branch},
         "nodes": len(budget.paths) + 1 if budget.paths else budget.nodes,
         "threads": torch.get_num_threads(),

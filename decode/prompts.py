@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,7 +63,7 @@ def choose(
             "the target's tokenizer has no chat template, so benchmark questions cannot be asked; choose an instruct model"
         )
     chosen = {}
-    for name in expanded(names):
+    for label, name in labelled(names).items():
         every = [Dialogue(asked[:turns], tokenizer) for asked in conversations(name)]
         lengths = [len(dialogue.prompt()) for dialogue in every]
         fitting = [dialogue for dialogue, length in zip(every, lengths, strict=True) if length <= longest]
@@ -71,7 +72,7 @@ def choose(
                 f"no prompt of {name} is within decode.longest={longest} tokens; raise it (the shortest has {min(lengths)})"
             )
         few = min(count, len(fitting))
-        chosen[name] = [fitting[index * len(fitting) // few] for index in range(few)]
+        chosen[label] = [fitting[index * len(fitting) // few] for index in range(few)]
     most = max(len(dialogue.turns) for dialogues in chosen.values() for dialogue in dialogues)
     if most < turns:
         raise ValueError(
@@ -107,9 +108,12 @@ def most_exchanges(chosen: Mapping[str, list[Dialogue]], rows: int) -> int:
     return sum(-(-sum(turns > turn for turns in every) // rows) for every in left for turn in range(max(every)))
 
 
-def expanded(names: Sequence[str]) -> list[str]:
-    """The benchmarks that `names` mean, each once."""
-    return list(dict.fromkeys(one for name in names for one in SEVERAL.get(name, (name,))))
+def labelled(names: Sequence[str]) -> dict[str, str]:
+    """The benchmarks that `names` mean, each once, by what a report calls them: the last word of a path, if it is no other's."""
+    every = dict.fromkeys(one for name in names for one in SEVERAL.get(name, (name,)))
+    last = {name: Path(name.partition("?")[0]).name.split(".")[0] for name in every}
+    shared = Counter(last.values())
+    return {last[name] if shared[last[name]] == 1 else name: name for name in every}
 
 
 def conversations(name: str) -> list[list[str]]:

@@ -97,7 +97,8 @@ class Report:
         table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
         headings = ("set", "tau", "speed-up", "plain\ntok/s", "drafted\ntok/s", "equal", "looped")
         for heading in headings:
-            table.add_column(heading, justify="left" if heading == "set" else "right", no_wrap=True)
+            name = heading == "set"  # may be long, and then takes several lines rather than the figures' room
+            table.add_column(heading, justify="left" if name else "right", no_wrap=not name, overflow="fold")
         for line in self.lines:
             figures = (str(line.tau), str(line.speedup))
             speeds = (f"{line.plain_tokens_per_second:.1f}", f"{line.tokens_per_second:.1f}")

@@ -126,7 +126,9 @@ TALKS = [["Hi.", "And then?", "Bye."], ["What is one?"], ["Name a colour.", "Ano
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_conversations_are_decoded_turn_by_turn_after_the_targets_own_answers(loop, tmp_path, rows, monkeypatch):
+def test_conversations_are_decoded_turn_by_turn_after_the_targets_own_answers(
+    loop, tmp_path, rows, monkeypatch, capsys
+):
     read: list[tuple[bool, list[int]]] = []
 
     def seen(target, drafter, prompts, *rest):
@@ -134,7 +136,7 @@ def test_conversations_are_decoded_turn_by_turn_after_the_targets_own_answers(lo
         return generate(target, drafter, prompts, *rest)
 
     monkeypatch.setattr("decode.measure.generate", seen)
-    path = tmp_path / "talks.jsonl"
+    path = tmp_path / "talks_of_several_turns.jsonl"
     path.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in TALKS))
     told = ["decode.turns=2", f"decode.rows={rows}", f"decode.bench=[{path}]", f"decode.out={tmp_path}/here"]
     report = measure(composed(*EXACT, f"trained={loop.out}", *told))
@@ -152,7 +154,11 @@ def test_conversations_are_decoded_turn_by_turn_after_the_targets_own_answers(lo
     for plainly in (True, False):
         assert sorted(prompt for arm, prompt in read[2:] if arm is plainly) == sorted(wanted)
     (line,) = report.lines
-    assert (line.prompts, line.equal, report.settings["turns"]) == (7, 7, 2)
+    assert (line.bench, line.prompts, line.equal) == ("talks_of_several_turns", 7, 7)
+    assert (report.settings["bench"], report.settings["turns"]) == ([str(path)], 2)
+    printed = capsys.readouterr().out
+    assert str(line.tau) in printed  # a long name leaves the figures whole
+    assert str(line.speedup) in printed
 
 
 @pytest.mark.parametrize(

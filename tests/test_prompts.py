@@ -20,7 +20,7 @@ from decode.prompts import (
     choose,
     conversations,
     exchanges,
-    expanded,
+    labelled,
     most_exchanges,
 )
 from models.source import byte_tokenizer
@@ -51,10 +51,10 @@ def test_prompts_are_taken_evenly_over_those_that_fit(tmp_path):
     for count in (1, 3, 10, len(fitting), 99):
         few = min(count, len(fitting))
         wanted = [fitting[(index * len(fitting)) // few] for index in range(few)]
-        found = bench_prompts([name], tokenizer, count, 100)[name]
+        found = bench_prompts([name], tokenizer, count, 100)["mine"]
         assert [tokenizer.decode(ids) for ids in found] == [f"user:{text}<|end|>assistant:" for text in wanted]
         assert len({tuple(ids) for ids in found}) == few
-        turned = choose([name], tokenizer, count, 100, turns=2)[name]
+        turned = choose([name], tokenizer, count, 100, turns=2)["mine"]
         assert [dialogue.turns for dialogue in turned] == [[text, "and then?"] for text in wanted]
 
 
@@ -67,8 +67,19 @@ def test_the_benchmarks_that_ship_have_prompts(name):
 
 
 def test_one_name_may_mean_several_sets_and_none_is_asked_twice():
-    assert expanded(["qa", "spec_bench", "tiny", "qa"]) == ["qa", "mt_bench", "math_reasoning", "rag", "tiny"]
+    assert list(labelled(["qa", "spec_bench", "tiny", "qa"])) == ["qa", "mt_bench", "math_reasoning", "rag", "tiny"]
     assert list(choose(["spec_bench"], byte_tokenizer(), 1, 10_000)) == list(SEVERAL["spec_bench"])
+
+
+def test_a_report_calls_a_benchmark_by_its_last_word_unless_two_share_it():
+    hub = "hub://openai/gsm8k?config=main&split=test&column=question"
+    assert labelled([hub, "../my/talks.v2.jsonl.gz", "qa"]) == {
+        "gsm8k": hub,
+        "talks": "../my/talks.v2.jsonl.gz",
+        "qa": "qa",
+    }
+    both = [hub, "gsm8k", hub.replace("test", "train")]
+    assert labelled(both) == {name: name for name in both}
 
 
 @pytest.mark.parametrize(
@@ -271,8 +282,8 @@ def test_as_many_turns_are_asked_as_there_are_up_to_the_number(tmp_path):
     name = bench(tmp_path / "mine.jsonl", *({"turns": list("abcde"[:many])} for many in (1, 2, 3, 5)))
     for turns in (1, 2, 4, 5):
         chosen = choose([name, "tiny"], byte_tokenizer(), 9, 400, turns)
-        assert [len(dialogue.turns) for dialogue in chosen[name]] == [min(turns, many) for many in (1, 2, 3, 5)]
-    message = "decode.turns=6, and the longest conversation chosen from .*mine.jsonl, tiny has 5; ask for fewer"
+        assert [len(dialogue.turns) for dialogue in chosen["mine"]] == [min(turns, many) for many in (1, 2, 3, 5)]
+    message = "decode.turns=6, and the longest conversation chosen from mine, tiny has 5; ask for fewer"
     with pytest.raises(ValueError, match=message):
         choose([name, "tiny"], byte_tokenizer(), 9, 400, 6)
 
