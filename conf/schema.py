@@ -105,6 +105,7 @@ class Decode:
 
     bench: list[str] = field(default_factory=lambda: ["gsm8k", "humaneval", "mt_bench"])
     prompts: int = 10  # a set, taken evenly over those that fit
+    turns: int = 1  # of a conversation, at most; the next follows the target's own answer
     longest: int = 400  # prompt tokens
     tokens: int = 96
     tree: Any = "auto"  # auto: the drafter's recommended tree, else dynamic; chain; dynamic; or a list of paths

@@ -2,8 +2,8 @@
 
 import os
 import platform
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -15,32 +15,21 @@ from rich.progress import track
 
 from conf.schema import Accept, Decode, Proposal, Run
 from decode.accept import Typical
+from decode.arms import Arm, arms_of, widest
 from decode.cost import Cost, Ladder
 from decode.engine import Run as Decoded
 from decode.engine import generate
 from decode.figures import Sample
 from decode.hindsight import divergences, overlap_by_depth, sample_text
 from decode.journal import write_trace
-from decode.opening import find_beside, find_drafter, open_drafter, open_target, target_folder
+from decode.opening import open_drafter, open_target, open_tokenizer
 from decode.page import write_page
-from decode.prompts import bench_file, bench_prompts
+from decode.prompts import Dialogue, choose, exchanges, most_exchanges
 from decode.report import Report, compare, write_report
 from models.drafter import Budget, Drafter, Plain
 from models.sampling import Sampling
-from models.shelf import Card, load_drafter, make_folder, read_card, require_target
-from models.source import identify
+from models.shelf import load_drafter, make_folder
 from models.target import Target
-from models.tree import chain, ordered_paths
-
-
-@dataclass
-class Arm:
-    """One drafter under measurement."""
-
-    name: str
-    folder: Path | None  # None: it needs no training
-    card: Card
-    budget: Budget
 
 
 def measure(run: Run) -> Report:
@@ -52,9 +41,9 @@ def measure(run: Run) -> Report:
     check(how)
     sampling, typical = Sampling(how.temperature, how.top_k, how.top_p, run.seed), typical_of(how)
     arms = arms_of(run)
+    chosen = choose(how.bench, open_tokenizer(run.target), how.prompts, how.longest, how.turns)
     target = open_target(run.target)
     drafters = [open_drafter(arm.folder, arm.card, target) for arm in arms]
-    prompts = bench_prompts(how.bench, target.tokenizer, how.prompts, how.longest)
     for arm in arms:
         console.print(f"{arm.name}: drafter {arm.folder or arm.card.family}")
     if typical:
@@ -62,8 +51,8 @@ def measure(run: Run) -> Report:
     console.print(f"target {run.target.name} ({target.identity.fingerprint})")
     guessers = [(Plain(), Budget(nodes=1)), *((each, arm.budget) for each, arm in zip(drafters, arms, strict=True))]
     decode = partial(generate, target, limit=how.tokens, sampling=sampling, rows=how.rows, typical=typical)
-    ladder = Ladder(target, how.rows, typical_context(prompts, how.tokens), widest(arms))
-    samples = decode_all(decode, guessers, prompts, how.rows, ladder, console)
+    ladder = Ladder(target, how.rows, typical_context(chosen, how.tokens), widest(arms))
+    samples = decode_all(decode, guessers, chosen, how, ladder, console)
     cost = ladder.cost()
     reports = [
         graded(run, arm, target, mine, each, cost) for arm, each, mine in zip(arms, drafters, samples, strict=True)
@@ -76,75 +65,10 @@ def measure(run: Run) -> Report:
     return reports[0]
 
 
-def graded(run: Run, arm: Arm, target: Target, samples: Sequence[Sample], drafter: Drafter, cost: Cost) -> Report:
-    """What the samples of one drafter say, and what reading them again adds."""
-    # what was trained grades as in training, not packed
-    learner = load_drafter(arm.folder, arm.card, target.ends, target.dtype) if arm.folder else drafter
-    shared = overlap_by_depth(target, learner, samples)
-    apart = [] if run.decode.temperature else divergences(target, samples)
-    shown = sample_text(target.tokenizer, samples)
-    return Report.of(samples, settings(run, arm, target.dtype), cost, shared, apart, shown)
-
-
-def arms_of(run: Run) -> list[Arm]:
-    """The drafters to measure, checked against the target before weights load."""
-    how = run.decode
-    arms = [arm_of(run.conf_name, find_drafter(run), how)]
-    arms += [arm_of(Path(name).name, find_beside(name), how) for name in how.beside]
-    for name in how.bench:
-        bench_file(name)
-    identity = identify(target_folder(run.target), run.target.name, run.target.trust_remote_code)
-    for arm in arms:
-        if arm.folder is not None:
-            require_target(arm.card, arm.folder, identity)
-    return arms
-
-
-def decode_all(
-    decode: Callable[..., Decoded],
-    guessers: Sequence[tuple[Drafter, Budget]],
-    prompts: dict[str, list[list[int]]],
-    rows: int,
-    ladder: Ladder,
-    console: Console,
-) -> list[list[Sample]]:
-    """For every guesser but the first, which is plain decoding, its samples: all arms interleaved, prompt by prompt, and the ladder climbed between."""
-    warm = next(iter(prompts.values()))[0]
-    for guesser, budget in guessers:  # first calls compile and allocate
-        decode(guesser, [warm], limit=8, budget=budget)
-    work = [(bench, start) for bench, asked in prompts.items() for start in range(0, len(asked), rows)]
-    samples: list[list[Sample]] = [[] for _ in guessers[1:]]
-    for number, (bench, start) in enumerate(track(work, "decoding", console=console)):
-        batch = prompts[bench][start : start + rows]
-        order = range(len(guessers)) if number % 2 else reversed(range(len(guessers)))  # no arm always goes first
-        runs = {at: decode(guessers[at][0], batch, budget=guessers[at][1]) for at in order}
-        for at, mine in enumerate(samples, start=1):
-            mine.append(Sample(bench, runs[at], runs[0], batch, start))
-        ladder.climb()
-    return samples
-
-
-def typical_context(prompts: dict[str, list[list[int]]], tokens: int) -> int:
-    """Tokens that stand before a round, on average: the prompt and half of what may be written after it."""
-    lengths = [len(ids) for asked in prompts.values() for ids in asked]
-    return sum(lengths) // len(lengths) + tokens // 2
-
-
-def widest(arms: Sequence[Arm]) -> int:
-    """Nodes of the largest tree that may be proposed."""
-    return max(max(arm.budget.nodes, len(arm.budget.paths) + 1) for arm in arms)
-
-
-def arm_of(name: str, found: Path | Card, how: Decode) -> Arm:
-    """The drafter that was found, in a folder or as a card alone, and what it may propose."""
-    folder, card = (None, found) if isinstance(found, Card) else (found, read_card(found))
-    return Arm(name, folder, card, budget_for(how, card))
-
-
 def check(how: Decode) -> None:
     """Raise ValueError for settings with which nothing would be measured."""
     # the first token is no round's, so one token measures nothing
-    least = {"prompts": 1, "longest": 1, "tokens": 2, "nodes": 2, "depth": 1, "rows": 1, "branch": 1}
+    least = {"prompts": 1, "longest": 1, "tokens": 2, "nodes": 2, "depth": 1, "rows": 1, "branch": 1, "turns": 1}
     for name, value in least.items():
         if getattr(how, name) < value:
             raise ValueError(f"decode.{name}={getattr(how, name)} measures nothing; give at least {value}")
@@ -171,22 +95,52 @@ def typical_of(how: Decode) -> Typical | None:
     return Typical(how.epsilon, how.delta)
 
 
-def budget_for(how: Decode, card: Card) -> Budget:
-    """How much may be proposed: the tree that `decode.tree` names, checked before weights load."""
-    sampled = how.proposal is Proposal.sampled
-    if how.tree == "dynamic" or (how.tree == "auto" and not card.tree):
-        return Budget((), how.nodes, how.depth, how.branch, sampled)
-    if how.tree == "auto":
-        paths = ordered_paths(card.tree[: how.nodes - 1])
-    elif how.tree == "chain":
-        paths = chain(how.depth)
-    elif how.tree and isinstance(how.tree, list) and all(isinstance(path, list) for path in how.tree):
-        paths = ordered_paths(how.tree)
-    else:
-        raise ValueError(
-            f"decode.tree={how.tree}; use auto, chain, dynamic, or a list of paths such as [[0],[1],[0,0]]"
-        )
-    return Budget(tuple(paths), max(how.nodes, len(paths) + 1), how.depth, sampled=sampled)
+def decode_all(
+    decode: Callable[..., Decoded],
+    guessers: Sequence[tuple[Drafter, Budget]],
+    chosen: Mapping[str, list[Dialogue]],
+    how: Decode,
+    ladder: Ladder,
+    console: Console,
+) -> list[list[Sample]]:
+    """For every guesser but the first, which is plain decoding, its samples: all arms interleaved, prompt by prompt, and
+    the ladder climbed between.
+    """
+    warm = next(iter(chosen.values()))[0].prompt()
+    for guesser, budget in guessers:  # first calls compile and allocate
+        decode(guesser, [warm], limit=8, budget=budget)
+    samples: list[list[Sample]] = [[] for _ in guessers[1:]]
+    begun = dict.fromkeys(chosen, 0)
+    work = track(
+        exchanges(chosen, how.rows, how.longest), "decoding", most_exchanges(chosen, how.rows), console=console
+    )
+    for number, (bench, dialogues) in enumerate(work):
+        batch = [dialogue.prompt() for dialogue in dialogues]
+        order = range(len(guessers)) if number % 2 else reversed(range(len(guessers)))  # no arm always goes first
+        runs = {at: decode(guessers[at][0], batch, budget=guessers[at][1]) for at in order}
+        for at, mine in enumerate(samples, start=1):
+            mine.append(Sample(bench, runs[at], runs[0], batch, begun[bench]))
+        begun[bench] += len(batch)
+        for dialogue, answer in zip(dialogues, runs[0].generations, strict=True):
+            dialogue.hear(answer.tokens)  # plain decoding's, so that all arms read the same next prompt
+        ladder.climb()
+    return samples
+
+
+def typical_context(chosen: Mapping[str, list[Dialogue]], tokens: int) -> int:
+    """Tokens that stand before a round, on average: the prompt and half of what may be written after it."""
+    lengths = [len(dialogue.prompt()) for dialogues in chosen.values() for dialogue in dialogues]
+    return sum(lengths) // len(lengths) + tokens // 2
+
+
+def graded(run: Run, arm: Arm, target: Target, samples: Sequence[Sample], drafter: Drafter, cost: Cost) -> Report:
+    """What the samples of one drafter say, and what reading them again adds."""
+    # what was trained grades as in training, not packed
+    learner = load_drafter(arm.folder, arm.card, target.ends, target.dtype) if arm.folder else drafter
+    shared = overlap_by_depth(target, learner, samples)
+    apart = [] if run.decode.temperature else divergences(target, samples)
+    shown = sample_text(target.tokenizer, samples)
+    return Report.of(samples, settings(run, arm, target.dtype), cost, shared, apart, shown)
 
 
 def settings(run: Run, arm: Arm, dtype: torch.dtype) -> dict[str, Any]:
@@ -197,7 +151,7 @@ def settings(run: Run, arm: Arm, dtype: torch.dtype) -> dict[str, Any]:
         "folder": arm.folder.name if arm.folder else None,
         "target": run.target.name,
         "dtype": str(dtype).removeprefix("torch."),
-        **{key: how[key] for key in ("tokens", "temperature", "top_k", "top_p", "rows", "longest")},
+        **{key: how[key] for key in ("bench", "turns", "tokens", "temperature", "top_k", "top_p", "rows", "longest")},
         "tree": [list(path) for path in budget.paths] or {"depth": budget.depth, "branch": budget.branch},
         "proposal": run.decode.proposal.value,
         "accept": run.decode.accept.value,

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import yaml
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from conf import packaged
 from conf.schema import Run
@@ -23,6 +24,14 @@ def target_folder(conf: TargetConf) -> Path:
     if conf.random is not None:
         return from_random(conf.random)
     return from_hub(conf.name, conf.revision, allow_pickle=conf.allow_pickle)
+
+
+def open_tokenizer(conf: TargetConf) -> PreTrainedTokenizerBase:
+    """The target's tokenizer alone: prompts are chosen, or refused, before its weights load."""
+    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        target_folder(conf), trust_remote_code=conf.trust_remote_code
+    )
+    return found
 
 
 def open_target(conf: TargetConf) -> Target:

@@ -1,69 +1,210 @@
-"""Benchmark prompts: which questions a drafter is measured on."""
+"""Benchmark prompts: which conversations a drafter is measured on, and what the user says next in each."""
 
 import gzip
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
+from urllib.parse import parse_qsl
 
 from transformers import PreTrainedTokenizerBase
 
 SHIPPED = Path(__file__).parent / "bench"
+HUB = "hub://"
+SEVERAL = {"spec_bench": ("mt_bench", "qa", "math_reasoning", "rag")}  # one name for several sets
 
 
-def bench_file(name: str) -> Path:
-    """The file of the benchmark `name`: a shipped one, or a path of the user's to rows with `turns`."""
-    shipped = sorted(file.name.split(".")[0] for file in SHIPPED.glob("*.jsonl*"))
-    for found in (SHIPPED / f"{name}.jsonl.gz", SHIPPED / f"{name}.jsonl", Path(name)):
-        if found.is_file():
-            return found
-    raise ValueError(
-        f"there is no benchmark {name!r}; use {', '.join(shipped)}, or the path of a .jsonl file whose rows have turns"
-    )
+@dataclass
+class Dialogue:
+    """A conversation under way: what its user says turn by turn, and what the target has answered so far."""
+
+    turns: list[str]
+    tokenizer: PreTrainedTokenizerBase
+    answers: list[str] = field(default_factory=list)
+
+    @property
+    def over(self) -> bool:
+        """Whether every turn has its answer."""
+        return len(self.answers) == len(self.turns)
+
+    def prompt(self) -> list[int]:
+        """Token ids of all that was said and the next turn, in the chat template, up to where the assistant begins.
+
+        Earlier answers are rendered from their text. A template may strip or drop some of it, and the tokenizer may cut
+        it into other tokens than the target wrote: so would a chat server, and all arms read the same ids.
+        """
+        said = [
+            {"role": role, "content": text}
+            for user, answer in zip(self.turns, self.answers, strict=False)
+            for role, text in (("user", user), ("assistant", answer))
+        ]
+        said.append({"role": "user", "content": self.turns[len(self.answers)]})
+        return cast(
+            list[int],
+            self.tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=True, return_dict=False),
+        )
+
+    def hear(self, tokens: Sequence[int]) -> None:
+        """Take what the target answered, and go on to the next turn."""
+        self.answers.append(cast(str, self.tokenizer.decode(list(tokens), skip_special_tokens=True)))
 
 
-def questions(name: str) -> list[str]:
-    """The first user turn of every row of the benchmark `name`."""
-    file = bench_file(name)
-    with gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8") as lines:
-        asked = [_first_turn(file, number, line) for number, line in enumerate(lines, start=1)]
-    if not asked:
-        raise ValueError(f"the benchmark {file} is empty")
-    return asked
+def choose(
+    names: Sequence[str], tokenizer: PreTrainedTokenizerBase, count: int, longest: int, turns: int = 1
+) -> dict[str, list[Dialogue]]:
+    """For each benchmark, `count` conversations of up to `turns` turns, taken evenly over the file of those that fit.
 
-
-def _first_turn(file: Path, number: int, line: str) -> str:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError:
-        raise ValueError(f"{file} line {number} is no JSON; every line of a .jsonl file is one object") from None
-    turns = row.get("turns") if isinstance(row, dict) else None
-    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0].strip():
-        raise ValueError(f"{file} line {number} has no prompt; every row needs turns, a list of user messages")
-    return turns[0]
-
-
-def bench_prompts(
-    names: Sequence[str], tokenizer: PreTrainedTokenizerBase, count: int, longest: int
-) -> dict[str, list[list[int]]]:
-    """For each benchmark, `count` prompts of up to `longest` tokens, taken evenly over the file of those that fit."""
+    A conversation fits whose first prompt is of up to `longest` tokens.
+    """
     if tokenizer.chat_template is None:
         raise ValueError(
             "the target's tokenizer has no chat template, so benchmark questions cannot be asked; choose an instruct model"
         )
     chosen = {}
-    for name in names:
-        asked = ([{"role": "user", "content": text}] for text in questions(name))
-        every = [
-            cast(
-                list[int],
-                tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=True, return_dict=False),
-            )
-            for turn in asked
-        ]
-        fitting = [ids for ids in every if len(ids) <= longest]
+    for label, name in labelled(names).items():
+        every = [Dialogue(asked[:turns], tokenizer) for asked in conversations(name)]
+        lengths = [len(dialogue.prompt()) for dialogue in every]
+        fitting = [dialogue for dialogue, length in zip(every, lengths, strict=True) if length <= longest]
         if not fitting:
-            raise ValueError(f"no prompt of {name} is within decode.longest={longest} tokens; raise it")
+            raise ValueError(
+                f"no prompt of {name} is within decode.longest={longest} tokens; raise it (the shortest has {min(lengths)})"
+            )
         few = min(count, len(fitting))
-        chosen[name] = [fitting[index * len(fitting) // few] for index in range(few)]
+        chosen[label] = [fitting[index * len(fitting) // few] for index in range(few)]
+    most = max(len(dialogue.turns) for dialogues in chosen.values() for dialogue in dialogues)
+    if most < turns:
+        raise ValueError(
+            f"decode.turns={turns}, and the longest conversation chosen from {', '.join(chosen)} has {most}; ask for fewer, or name a set that has more, such as mt_bench with 2"
+        )
     return chosen
+
+
+def bench_prompts(
+    names: Sequence[str], tokenizer: PreTrainedTokenizerBase, count: int, longest: int
+) -> dict[str, list[list[int]]]:
+    """The prompts of the conversations that `choose` takes: their first turns, as the protocol has it."""
+    chosen = choose(names, tokenizer, count, longest)
+    return {name: [dialogue.prompt() for dialogue in dialogues] for name, dialogues in chosen.items()}
+
+
+def exchanges(chosen: Mapping[str, list[Dialogue]], rows: int, longest: int) -> Iterator[tuple[str, list[Dialogue]]]:
+    """Up to `rows` dialogues of one benchmark at a time, each for its next turn, until none has one left.
+
+    Whoever takes them lets each `hear` its answer before asking for more. A dialogue leaves when its next prompt is of more than
+    `longest` tokens.
+    """
+    for bench, dialogues in chosen.items():
+        while dialogues:
+            for start in range(0, len(dialogues), rows):
+                yield bench, dialogues[start : start + rows]
+            dialogues = [one for one in dialogues if not one.over and len(one.prompt()) <= longest]
+
+
+def most_exchanges(chosen: Mapping[str, list[Dialogue]], rows: int) -> int:
+    """How many `exchanges` there are where no dialogue leaves early."""
+    left = [[len(one.turns) for one in dialogues] for dialogues in chosen.values()]
+    return sum(-(-sum(turns > turn for turns in every) // rows) for every in left for turn in range(max(every)))
+
+
+def labelled(names: Sequence[str]) -> dict[str, str]:
+    """The benchmarks that `names` mean, each once, by what a report calls them: the last word of a path, if it is no other's."""
+    every = dict.fromkeys(one for name in names for one in SEVERAL.get(name, (name,)))
+    last = {name: Path(name.partition("?")[0]).name.split(".")[0] for name in every}
+    shared = Counter(last.values())
+    return {last[name] if shared[last[name]] == 1 else name: name for name in every}
+
+
+def conversations(name: str) -> list[list[str]]:
+    """What the user says, turn by turn, in every row of the benchmark `name`: a shipped one, or the user's own.
+
+    That is the path of a JSONL file, or hub://owner/name. Behind a question mark `column` names the field that holds the
+    prompt, and for the Hub `config` and `split` choose the part: hub://openai/gsm8k?config=main&split=test&column=question.
+    """
+    place, options = _parsed(name)
+    rows = _hub_rows(place, options) if place.startswith(HUB) else _file_rows(bench_file(place))
+    asked = [_turns(where, row, _fields(options)) for where, row in rows]
+    if not asked:
+        raise ValueError(f"the benchmark {place} is empty")
+    return asked
+
+
+def _parsed(name: str) -> tuple[str, dict[str, str]]:
+    place, _, query = name.partition("?")
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    known = ("config", "split", "column") if place.startswith(HUB) else ("column",)
+    if unknown := [key for key in options if key not in known]:
+        raise ValueError(f"the benchmark {name} says {unknown[0]!r} behind its question mark; use {', '.join(known)}")
+    return place, options
+
+
+def _fields(options: Mapping[str, str]) -> list[str]:
+    """Where to look for the prompt, in this order."""
+    return [options["column"]] if "column" in options else ["turns", "messages"]
+
+
+def bench_file(name: str) -> Path:
+    """The file of the benchmark `name`: a shipped one, or a path of the user's."""
+    for found in (SHIPPED / f"{name}.jsonl.gz", SHIPPED / f"{name}.jsonl", Path(name)):
+        if found.is_file():
+            return found
+    shipped = sorted([*SEVERAL, *(file.name.split(".")[0] for file in SHIPPED.glob("*.jsonl*"))])
+    raise ValueError(
+        f"there is no benchmark {name!r}; use {', '.join(shipped)}, the path of a .jsonl file, or hub://<owner>/<name>"
+    )
+
+
+def _file_rows(file: Path) -> Iterator[tuple[str, Any]]:
+    """The rows of a JSONL file, each with the words that say where it stands."""
+    with gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                yield f"{file} line {number}", json.loads(line)
+            except json.JSONDecodeError:
+                raise ValueError(
+                    f"{file} line {number} is no JSON; every line of a .jsonl file is one object"
+                ) from None
+
+
+def _hub_rows(place: str, options: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    """The rows of a Hub dataset, or of a folder that could be one, each with the words that say where it stands."""
+    dataset = place.removeprefix(HUB)
+    if not dataset.strip("/"):
+        raise ValueError(f"the benchmark {place} names no dataset; write hub://<owner>/<name>")
+    import datasets  # takes seconds, and only such a benchmark needs it
+
+    try:
+        found: Any = datasets.load_dataset(dataset, options.get("config"), split=options.get("split"))
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        told = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
+        reason = " ".join(str(told).split())[:300].rstrip(".")
+        raise ValueError(
+            f"the benchmark {place} cannot be read ({reason}); check the network, its name, and config= and split= behind a question mark"
+        ) from None
+    if isinstance(found, Mapping):  # no split was named
+        if len(found) > 1 and "test" not in found:
+            raise ValueError(f"the benchmark {place} has the splits {', '.join(found)}; choose one with ?split=")
+        found = found["test" if "test" in found else next(iter(found))]
+    wanted = [name for name in _fields(options) if name in found.column_names]
+    if wanted:  # the others may be pictures or sound, dear to read
+        found = found.select_columns(wanted)
+    for number, row in enumerate(found, start=1):
+        yield f"{place} row {number}", row
+
+
+def _turns(where: str, row: Any, fields: Sequence[str]) -> list[str]:
+    """What the user says in `row`: a text, a list of texts, or messages of which the user's are asked."""
+    there = row if isinstance(row, dict) else {}
+    value = next((there[name] for name in fields if name in there), None)
+    said = value if isinstance(value, list) else [value]
+    said = [one.get("content") if isinstance(one, dict) else one for one in said if not _by_others(one)]
+    if not said or not all(isinstance(text, str) and text.strip() for text in said):
+        raise ValueError(
+            f"{where} has no prompt in {' or '.join(fields)}; give it turns, messages, or the column that holds its text as ?column= (it has {', '.join(map(str, there)) or 'no columns'})"
+        )
+    return cast(list[str], said)
+
+
+def _by_others(one: Any) -> bool:
+    return isinstance(one, dict) and one.get("role") != "user"

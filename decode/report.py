@@ -202,7 +202,7 @@ class Report:
 
 def _table(first: str, *headings: str) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
-    table.add_column(first, no_wrap=True)
+    table.add_column(first, overflow="fold")  # a set's name may be long: it takes lines rather than the figures' room
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     return table

@@ -17,7 +17,12 @@ SEES = {
     "train": {"conf", "models", "decode", "train"},
     "scripts": {"conf", "models", "decode", "train"},
 }
-DOORS = {"decode/run.py", "decode/measure.py", "decode/opening.py"}  # these also read the configuration
+DOORS = {
+    "decode/run.py",
+    "decode/measure.py",
+    "decode/arms.py",
+    "decode/opening.py",
+}  # these also read the configuration
 FILES = [file for package in (*PACKAGES, "scripts") for file in sorted((ROOT / package).rglob("*.py"))]
 TREES = {file.relative_to(ROOT).as_posix(): ast.parse(file.read_text()) for file in FILES}
 FUNCTIONS = {

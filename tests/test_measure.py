@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from conf.schema import Accept, Decode, Proposal
+from decode.arms import Arm, budget_for
 from decode.engine import generate
-from decode.measure import Arm, budget_for, check, measure, settings
+from decode.measure import check, measure, settings
 from decode.opening import find_beside, find_drafter, open_drafter, open_target
-from decode.prompts import bench_prompts, questions
+from decode.prompts import bench_prompts, conversations
 from decode.report import Report
 from models.drafter import Budget, Plain
 from models.shelf import Card, read_card
-from models.source import byte_tokenizer
 from models.tree import chain, ordered_paths
 from runs import ROOT, changed, composed
 from train import job
@@ -38,7 +38,7 @@ class Loop:
 @pytest.fixture(scope="module")
 def loop(tmp_path_factory: pytest.TempPathFactory) -> Loop:
     folder = tmp_path_factory.mktemp("measure")
-    asked = [{"messages": [{"role": "user", "content": text}]} for text in questions("tiny") * 2]
+    asked = [{"messages": [{"role": "user", "content": text}]} for (text,) in conversations("tiny") * 2]
     write_rows(folder / "prompts.jsonl", asked)
     run = composed(
         *EXACT, f"out={folder}/out", f"regenerate.prompts={folder}/prompts.jsonl", f"regenerate.out={folder}/said.jsonl",
@@ -138,7 +138,7 @@ def test_a_drafter_of_another_target_is_refused_before_weights_load(loop, monkey
 
 
 REFUSED = [
-    ("bench", ["nope"], "there is no benchmark 'nope'; use gsm8k, humaneval, mt_bench, tiny, or the path"),
+    ("bench", ["nope"], "there is no benchmark 'nope'; use gsm8k, humaneval, math_reasoning, mbpp, mt_bench, qa"),
     ("bench", [], "decode.bench is empty"),
     ("tree", "bush", "decode.tree=bush; use auto, chain, dynamic, or a list of paths such as [[0],"),
     ("tree", [], "decode.tree=[]; use auto"),
@@ -156,7 +156,9 @@ REFUSED = [
     ("nodes", 1, "decode.nodes=1 measures nothing; give at least 2"),
     ("rows", 0, "decode.rows=0"),
     ("depth", 0, "decode.depth=0"),
-    ("longest", 3, "no prompt of tiny is within decode.longest=3 tokens; raise it"),
+    ("longest", 3, "no prompt of tiny is within decode.longest=3 tokens; raise it (the shortest has 28)"),
+    ("turns", 0, "decode.turns=0 measures nothing; give at least 1"),
+    ("turns", 2, "decode.turns=2, and the longest conversation chosen from tiny has 1; ask for fewer"),
     ("temperature", -1.0, "temperature=-1.0"),
     ("top_p", 0.0, "top_p is in (0, 1]"),
     ("top_p", 1.5, "top_p is in (0, 1]"),
@@ -168,6 +170,56 @@ REFUSED = [
     ),
     ("tokens", 9999, "exceed the 2048 tokens of tiny"),
 ]
+
+
+TALKS = [["Hi.", "And then?", "Bye."], ["What is one?"], ["Name a colour.", "Another."], ["Up?", "Down?"]]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_conversations_are_decoded_turn_by_turn_after_the_targets_own_answers(
+    loop, tmp_path, rows, monkeypatch, capsys
+):
+    read: list[tuple[bool, list[int]]] = []
+
+    def seen(target, drafter, prompts, **how):
+        read.extend((isinstance(drafter, Plain), prompt) for prompt in prompts)
+        return generate(target, drafter, prompts, **how)
+
+    monkeypatch.setattr("decode.measure.generate", seen)
+    path = tmp_path / "talks_of_several_turns.jsonl"
+    path.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in TALKS))
+    told = ["decode.turns=2", f"decode.rows={rows}", f"decode.bench=[{path}]", f"decode.out={tmp_path}/here"]
+    report = measure(composed(*EXACT, f"trained={loop.out}", *told))
+    target = open_target(composed(*EXACT).target)
+    wanted = []
+    for turns in TALKS:
+        text = ""
+        for turn in turns[:2]:
+            text += f"user:{turn}<|end|>"
+            wanted.append(target.tokenizer.encode(f"{text}assistant:"))
+            (said,) = generate(target, Plain(), [wanted[-1]], 21, Budget(nodes=1)).generations
+            text += f"assistant:{target.tokenizer.decode(said.tokens, skip_special_tokens=True)}<|end|>"
+    warm = read[:2]
+    assert [prompt for _, prompt in warm] == [wanted[0]] * 2
+    for plainly in (True, False):
+        assert sorted(prompt for arm, prompt in read[2:] if arm is plainly) == sorted(wanted)
+    (line,) = report.lines
+    assert (line.bench, line.prompts, line.equal) == ("talks_of_several_turns", 7, 7)
+    assert (report.settings["bench"], report.settings["turns"]) == ([str(path)], 2)
+    printed = capsys.readouterr().out
+    assert str(line.tau) in printed  # a long name leaves the figures whole
+    assert str(line.speedup) in printed
+
+
+@pytest.mark.parametrize(
+    ("bench", "turns"), [("nope", 1), ("mine.jsonl", 1), ("hub:///nowhere", 1), ("rag", 1), ("qa", 2)]
+)
+def test_what_cannot_be_asked_is_refused_before_weights_load(loop, bench, turns, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.jsonl").write_text("{}\n")
+    monkeypatch.setattr("decode.measure.open_target", None)
+    with pytest.raises(ValueError, match=bench):
+        measure(composed(*EXACT, f"trained={loop.out}", f"decode.bench=['{bench}']", f"decode.turns={turns}"))
 
 
 @pytest.mark.parametrize(
@@ -272,58 +324,3 @@ def test_a_named_drafter_goes_before_the_trained_and_that_before_the_shipped(tmp
 def test_a_named_drafter_that_is_missing_is_not_replaced_by_another(loop):
     with pytest.raises(ValueError, match="there is no drafter folder 'gone'"):
         find_drafter(composed(f"out={loop.out}", "trained=gone"))
-
-
-# ---- prompts
-
-
-def bench(path: Path, *rows: object) -> str:
-    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def test_prompts_are_taken_evenly_over_those_that_fit(tmp_path):
-    tokenizer = byte_tokenizer()
-    texts = ["x" * (at % 7 * 20) + str(at) for at in range(40)]
-    name = bench(tmp_path / "mine.jsonl", *({"turns": [text, "and then?"]} for text in texts))
-    asked = {text: [*f"user:{text}".encode(), 256, *b"assistant:"] for text in texts}
-    fitting = [text for text in texts if len(asked[text]) <= 100]
-    assert 10 < len(fitting) < 40
-    for count in (1, 3, 10, len(fitting), 99):
-        few = min(count, len(fitting))
-        wanted = [fitting[(index * len(fitting)) // few] for index in range(few)]
-        found = bench_prompts([name], tokenizer, count, 100)[name]
-        assert [tokenizer.decode(ids) for ids in found] == [f"user:{text}<|end|>assistant:" for text in wanted]
-        assert len({tuple(ids) for ids in found}) == few
-
-
-@pytest.mark.parametrize("name", ["gsm8k", "humaneval", "mt_bench", "tiny"])
-def test_the_benchmarks_that_ship_have_prompts(name):
-    asked = questions(name)
-    assert len(asked) == {"gsm8k": 1319, "humaneval": 164, "mt_bench": 80, "tiny": 4}[name]
-    assert len(set(asked)) == len(asked)
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([], "the benchmark .*mine.jsonl is empty"),
-        ([{"turns": ["a"]}, {"turns": []}], "mine.jsonl line 2 has no prompt; every row needs turns"),
-        ([{"turns": ["a"]}, {"turns": ["  "]}], "mine.jsonl line 2 has no prompt"),
-        ([{"prompt": "a"}], "mine.jsonl line 1 has no prompt"),
-        ([{"turns": "abc"}], "mine.jsonl line 1 has no prompt"),
-        ([["a"]], "mine.jsonl line 1 has no prompt"),
-        ([{"turns": ["a"]}, "oops\n"], "mine.jsonl line 2 is no JSON"),
-    ],
-)
-def test_a_bad_benchmark_is_refused_in_one_sentence(tmp_path, rows, message):
-    with pytest.raises(ValueError, match=message) as refusal:
-        questions(bench(tmp_path / "mine.jsonl", *rows))
-    assert "\n" not in str(refusal.value)
-
-
-def test_a_target_without_a_template_cannot_be_asked():
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="no chat template"):
-        bench_prompts(["tiny"], tokenizer, 4, 400)

@@ -8,7 +8,7 @@ from conf.schema import Target as TargetConf
 from conf.schema import Wheel
 from decode.engine import generate
 from decode.opening import open_drafter, open_target
-from decode.prompts import bench_prompts
+from decode.prompts import bench_prompts, choose, conversations
 from models.drafter import Budget, Drafter, Plain
 from models.shelf import read_card
 from models.target import Target
@@ -32,6 +32,19 @@ def smol() -> Target:
 @pytest.fixture(scope="module")
 def medusa(smol: Target) -> Drafter:
     return open_drafter(SHIPPED, read_card(SHIPPED), smol)
+
+
+PROTOCOL = {  # every published figure rests on these rows
+    "gsm8k": [0, 131, 263, 395, 527, 659, 791, 923, 1055, 1187],
+    "humaneval": [0, 16, 32, 48, 65, 81, 97, 114, 131, 147],
+    "mt_bench": [0, 7, 15, 23, 31, 39, 47, 56, 64, 72],
+}
+
+
+def test_the_protocol_asks_the_same_ten_questions_of_every_set(smol: Target) -> None:
+    for name, dialogues in choose(list(PROTOCOL), smol.tokenizer, 10, 400).items():
+        every = [turns[0] for turns in conversations(name)]
+        assert [every.index(dialogue.turns[0]) for dialogue in dialogues] == PROTOCOL[name]
 
 
 def test_the_corpus_holds_4000_answers_whose_ids_are_their_text(smol: Target) -> None:

@@ -1,0 +1,63 @@
+"""The drafters under measurement: where each is, whose it is, and what it may propose; all known before weights load."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from conf.schema import Decode, Proposal, Run
+from decode.opening import find_beside, find_drafter, target_folder
+from models.drafter import Budget
+from models.shelf import Card, read_card, require_target
+from models.source import identify
+from models.tree import chain, ordered_paths
+
+
+@dataclass
+class Arm:
+    """One drafter under measurement."""
+
+    name: str
+    folder: Path | None  # None: it needs no training
+    card: Card
+    budget: Budget
+
+
+def arms_of(run: Run) -> list[Arm]:
+    """The run's drafter and those beside it, checked against the target."""
+    how = run.decode
+    arms = [arm_of(run.conf_name, find_drafter(run), how)]
+    arms += [arm_of(Path(name).name, find_beside(name), how) for name in how.beside]
+    identity = identify(target_folder(run.target), run.target.name, run.target.trust_remote_code)
+    for arm in arms:
+        if arm.folder is not None:
+            require_target(arm.card, arm.folder, identity)
+    return arms
+
+
+def arm_of(name: str, found: Path | Card, how: Decode) -> Arm:
+    """The drafter that was found, in a folder or as a card alone, and what it may propose."""
+    folder, card = (None, found) if isinstance(found, Card) else (found, read_card(found))
+    return Arm(name, folder, card, budget_for(how, card))
+
+
+def budget_for(how: Decode, card: Card) -> Budget:
+    """How much may be proposed: the tree that `decode.tree` names, checked before weights load."""
+    sampled = how.proposal is Proposal.sampled
+    if how.tree == "dynamic" or (how.tree == "auto" and not card.tree):
+        return Budget((), how.nodes, how.depth, how.branch, sampled)
+    if how.tree == "auto":
+        paths = ordered_paths(card.tree[: how.nodes - 1])
+    elif how.tree == "chain":
+        paths = chain(how.depth)
+    elif how.tree and isinstance(how.tree, list) and all(isinstance(path, list) for path in how.tree):
+        paths = ordered_paths(how.tree)
+    else:
+        raise ValueError(
+            f"decode.tree={how.tree}; use auto, chain, dynamic, or a list of paths such as [[0],[1],[0,0]]"
+        )
+    return Budget(tuple(paths), max(how.nodes, len(paths) + 1), how.depth, sampled=sampled)
+
+
+def widest(arms: Sequence[Arm]) -> int:
+    """Nodes of the largest tree that may be proposed."""
+    return max(max(arm.budget.nodes, len(arm.budget.paths) + 1) for arm in arms)
