@@ -21,6 +21,13 @@ class Accept(Enum):
     typical = "typical"
 
 
+class Reasoning(Enum):
+    """What becomes of the part of an answer that ends with </think>."""
+
+    keep = "keep"
+    drop = "drop"
+
+
 class Wandb(Enum):
     """Where curves go."""
 
@@ -70,6 +77,7 @@ class Data:
     heldout: int = 64  # conversations kept for evaluation
     conversations: int | None = None  # train on this many of the others, taken evenly over the file; null: all
     longest: int = 512  # tokens a conversation is cut to
+    reasoning: Reasoning = Reasoning.keep
     features: Features = Features.online
     store: str | None = None  # where cached features stay; null: the user's cache
 
@@ -155,4 +163,5 @@ class Run:
     out: str = "${run_folder:${hydra:runtime.choices.conf},${hydra:mode},${hydra:job.override_dirname}}"
     overwrite: bool = False
     trained: str | None = None  # a drafter to measure: folder or Hub name; null: that of `out`, else the shipped one
+    show: int = 3  # conversations that `python -m train.data` prints
     conf_name: str = "${hydra:runtime.choices.conf}"

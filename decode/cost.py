@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
-from torch import Tensor
 
 from decode.engine import Clock
 from models.target import Target
@@ -49,7 +48,7 @@ class Ladder:
         ids = torch.randint(target.config.vocab_size, (rows, before + self.tried[-1]), generator=generator)
         self.cache = target.cache(rows, before + self.tried[-1])
         target.prefill(ids[:, :before], torch.full((rows,), before), self.cache)
-        self.chains = [chain_of(ids[:, before : before + size].to(target.device)) for size in self.tried]
+        self.chains = [TokenTree.chains(ids[:, before : before + size].to(target.device)) for size in self.tried]
         self.passes: list[list[float]] = [[] for _ in self.tried]
         self.climb()
         self.passes = [[] for _ in self.tried]  # the first passes compile and allocate
@@ -67,9 +66,3 @@ class Ladder:
         for _ in range(REPEATS - len(self.passes[0])):
             self.climb()
         return Cost(self.tried, [1000 * median(taken) for taken in self.passes])
-
-
-def chain_of(tokens: Tensor) -> TokenTree:
-    """The tree in which every token of `tokens` [B, N] has the one before it for parent."""
-    parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device).expand_as(tokens)
-    return TokenTree(tokens, parents, torch.ones_like(tokens, dtype=torch.bool))

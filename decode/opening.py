@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from conf import packaged
 from conf.schema import Run
@@ -14,7 +14,7 @@ from models.drafter import Drafter
 from models.packed import packs
 from models.shelf import CARD, Card, load_drafter, require_target, untrained
 from models.source import from_hub, from_random, from_wheel
-from models.target import Target, load_target
+from models.target import Target, end_tokens, load_target
 
 
 def target_folder(conf: TargetConf) -> Path:
@@ -32,6 +32,14 @@ def open_tokenizer(conf: TargetConf) -> PreTrainedTokenizerBase:
         target_folder(conf), trust_remote_code=conf.trust_remote_code
     )
     return found
+
+
+def end_tokens_of(conf: TargetConf, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that end the target's turns, without its weights."""
+    folder = target_folder(conf)
+    listed = folder / "generation_config.json"
+    config = (GenerationConfig if listed.exists() else AutoConfig).from_pretrained(folder)
+    return end_tokens(config.eos_token_id, tokenizer)
 
 
 def open_target(conf: TargetConf) -> Target:

@@ -64,8 +64,7 @@ class Target:
     def end_tokens(self) -> frozenset[int]:
         """Tokens that end a turn: the model's own list and the tokenizer's."""
         listed = self.model.generation_config.eos_token_id if self.model.generation_config else None
-        every = [*(listed if isinstance(listed, list) else [listed]), self.tokenizer.eos_token_id]
-        return frozenset(token for token in every if token is not None)
+        return end_tokens(listed, self.tokenizer)
 
     def tap(self, taps: tuple[int, ...]) -> None:
         """From now on let readings carry the hidden states of `taps` as features."""
@@ -202,6 +201,12 @@ def load_target(folder: Path, name: str, dtype: str | torch.dtype = "auto", devi
     if not how.get("device_map") and not how.get("quantization_config"):
         model = model.to(where)
     return Target(model, tokenizer, identify(folder, name, remote))
+
+
+def end_tokens(listed: list[int] | int | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The end tokens that a model's configuration lists, and the tokenizer's own."""
+    every = [*(listed if isinstance(listed, list) else [listed]), tokenizer.eos_token_id]
+    return frozenset(token for token in every if token is not None)
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:

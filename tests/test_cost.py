@@ -1,10 +1,9 @@
 """The curve of verification: which sizes, what lies between, and that the passes are those of real trees."""
 
 import pytest
-import torch
 
 from conftest import Family
-from decode.cost import REPEATS, Cost, Ladder, chain_of, sizes
+from decode.cost import REPEATS, Cost, Ladder, sizes
 
 
 def test_sizes_go_by_halves_of_an_octave_up_to_what_is_used():
@@ -19,12 +18,6 @@ def test_between_measured_sizes_the_curve_is_straight_and_beyond_them_it_goes_on
     assert [cost.at(nodes) for nodes in (1, 2, 4, 8)] == cost.ms
     assert (cost.at(3), cost.at(5), cost.at(1.5)) == (12.5, 15.0, 11.0)
     assert cost.at(10) == 25.0
-
-
-def test_a_chain_has_every_token_below_the_one_before_it():
-    tree = chain_of(torch.tensor([[5, 6, 7], [8, 9, 5]]))
-    assert tree.parents.tolist() == [[-1, 0, 1]] * 2
-    assert tree.depth.tolist() == [[0, 1, 2]] * 2
 
 
 @pytest.mark.parametrize("rows", [1, 3])

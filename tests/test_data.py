@@ -7,7 +7,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from models.source import byte_tokenizer
-from train.data import Example, example, load_examples, read_rows, render, write_rows
+from train.chat import Example, example, render
+from train.data import load_examples, read_rows, write_rows
 from train.features import Live, Source, epoch_batches
 
 # SmolLM2's, with the default system prompt and the line break after every end token that belongs to nobody
@@ -30,7 +31,6 @@ TALKS = {
     ],
     "system prompt": [("system", "assistant: obey"), ("user", "assistant:"), ("assistant", "assistant:")],
     "last word the user's": [("user", "a"), ("assistant", "b"), ("user", "c")],
-    "silent answer": [("user", "a"), ("assistant", ""), ("user", "b"), ("assistant", "c")],
 }
 
 

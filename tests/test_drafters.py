@@ -20,7 +20,8 @@ from models.target import Target
 from models.tree import chain, ordered_paths
 from runs import ROOT, composed
 from train import job
-from train.data import Message, example, render, write_rows
+from train.chat import Message, example, render
+from train.data import write_rows
 
 FAMILIES = sorted(file.stem for file in (ROOT / "conf" / "drafter").glob("*.yaml"))
 FITTING = {"draft_model": ["drafter.layers=1"]}  # knobs of a family that its defaults do not set for so small a target

@@ -11,7 +11,8 @@ from models.drafter import Budget, Plain
 from models.sampling import Sampling
 from models.target import Target
 from runs import composed
-from train.data import example, read_rows, render, write_rows
+from train.chat import example, render
+from train.data import read_rows, write_rows
 from train.regenerate import answer, regenerate, with_ids
 
 LIMIT = 12

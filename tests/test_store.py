@@ -17,7 +17,7 @@ from conftest import Family
 from models.target import Target
 from runs import composed, forked
 from train import job, store
-from train.data import Example
+from train.chat import Example
 from train.features import Live, Source
 from train.store import Stamp, Store, open_store, shards, stamp_of
 

@@ -18,7 +18,8 @@ from models.tree import chain
 from reference import marked_batch
 from runs import composed
 from train import job
-from train.data import Example, load_examples
+from train.chat import Example
+from train.data import load_examples
 from train.job import spoken
 
 V = 272

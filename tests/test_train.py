@@ -26,7 +26,8 @@ from models.source import byte_tokenizer
 from models.tree import best_tree, ordered_paths
 from runs import changed, composed, forked, said
 from train import checkpoint, job
-from train.data import Example, read_rows, write_rows
+from train.chat import Example
+from train.data import read_rows, write_rows
 from train.features import Live, Source
 from train.loop import count
 from train.optim import optimizer_for, rate

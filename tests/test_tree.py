@@ -126,3 +126,9 @@ def test_best_tree_of_a_text_that_favours_nothing_is_the_chain_of_first_picks() 
 
 def test_best_tree_of_a_sure_first_pick_is_a_chain() -> None:
     assert best_tree(torch.tensor([[0, 0, 0, 0]] * 4), 5) == chain(4)
+
+
+def test_a_chain_has_every_token_below_the_one_before_it():
+    tree = TokenTree.chains(torch.tensor([[5, 6, 7], [8, 9, 5]]))
+    assert tree.parents.tolist() == [[-1, 0, 1]] * 2
+    assert tree.depth.tolist() == [[0, 1, 2]] * 2

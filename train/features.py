@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from models.drafter import FeatureBatch
 from models.target import Target
-from train.data import Example
+from train.chat import Example
 from train.log import tokens_bar
 
 

@@ -12,7 +12,7 @@ from accelerate.utils import set_seed
 from hydra.utils import instantiate
 
 from conf import packaged
-from conf.schema import Features, Run
+from conf.schema import Features, Reasoning, Run
 from decode.opening import open_target, target_folder
 from models.drafter import Drafter
 from models.ends import layer_weights
@@ -20,7 +20,8 @@ from models.shelf import CARD, Card, family_class, make_folder, save_drafter
 from models.target import Target, resolve_dtype
 from models.tree import best_tree
 from train import checkpoint, optim
-from train.data import Example, load_examples
+from train.chat import Example
+from train.data import load_examples
 from train.features import Live, Reader, Source
 from train.loop import fit
 from train.store import open_store
@@ -78,7 +79,8 @@ def extract(run: Run) -> None:
 def conversations(run: Run, target: Target) -> tuple[list[Example], list[Example], list[Example]]:
     """All conversations that may teach, those of them that do, and those held out."""
     longest = min(run.data.longest, target.context)
-    examples = load_examples(packaged(run.data.path), target.tokenizer, target.end_tokens, longest)
+    kept = run.data.reasoning is Reasoning.keep
+    examples = load_examples(packaged(run.data.path), target.tokenizer, target.end_tokens, longest, kept)
     known, held = split(examples, run.data.heldout)
     return known, evenly(known, run.data.conversations), held
 

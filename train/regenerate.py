@@ -13,7 +13,8 @@ from decode.opening import open_target
 from models.drafter import Budget, Plain
 from models.sampling import Sampling
 from models.target import Target
-from train.data import Message, Row, read_rows, render, write_rows
+from train.chat import Message, Row, render
+from train.data import read_rows, write_rows
 
 
 def answer(run: Run) -> None:

@@ -22,7 +22,7 @@ from models.drafter import FeatureBatch
 from models.shelf import make_folder
 from models.source import cache_home
 from models.target import Target
-from train.data import Example
+from train.chat import Example
 from train.features import Live, masks_of
 from train.log import tokens_bar
 

@@ -1,0 +1,70 @@
+"""What a drafter would learn from, before anything trains: how much there is, how long, and who says what."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import pairwise
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from conf import packaged
+from conf.schema import Reasoning, Run
+from decode.opening import end_tokens_of, open_tokenizer
+from train.chat import Example, stretches
+from train.data import load_examples
+
+BAR = 40  # characters of the longest bar
+
+
+def show(run: Run) -> None:
+    """The command: print counts, a histogram of lengths, and `run.show` conversations in which what teaches is coloured."""
+    console, tokenizer = Console(), open_tokenizer(run.target)
+    kept = run.data.reasoning is Reasoning.keep
+    path = packaged(run.data.path)
+    examples = load_examples(path, tokenizer, end_tokens_of(run.target, tokenizer), run.data.longest, kept)
+    console.print(f"{path.name}, up to {run.data.longest} tokens a conversation")
+    console.print(counted(examples))
+    console.print(histogram([len(example.input_ids) for example in examples]))
+    for number in range(min(run.show, len(examples))):
+        example = examples[number * len(examples) // run.show]
+        console.rule(f"{len(example.input_ids)} tokens, {sum(example.loss_mask)} of them teach", align="left")
+        console.print(coloured(tokenizer, example))
+
+
+def counted(examples: Sequence[Example]) -> Table:
+    """Conversations, answers and tokens."""
+    answers = sum(len(list(stretches(example.loss_mask))) for example in examples)
+    tokens = sum(len(example.input_ids) for example in examples)
+    taught = sum(sum(example.loss_mask) for example in examples)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for heading in ("conversations", "answers", "tokens", "that teach", "share"):
+        table.add_column(heading, justify="right")
+    table.add_row(f"{len(examples):,}", f"{answers:,}", f"{tokens:,}", f"{taught:,}", f"{taught / tokens:.0%}")
+    return table
+
+
+def histogram(lengths: Sequence[int]) -> Table:
+    """How many conversations have up to 32, 64, 128, ... tokens."""
+    bounds = [2**power for power in range(5, max(5, (max(lengths) - 1).bit_length()) + 1)]
+    counts = [0] * len(bounds)
+    for length in lengths:
+        counts[bisect_left(bounds, length)] += 1
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("tokens up to", justify="right")
+    table.add_column("conversations", justify="right")
+    table.add_column("")
+    for bound, count in zip(bounds, counts, strict=True):
+        table.add_row(f"{bound:,}", f"{count:,}", "█" * -(-BAR * count // max(counts)))
+    return table
+
+
+def coloured(tokenizer: PreTrainedTokenizerBase, example: Example) -> Text:
+    """The conversation as the model reads it: dim what it is given, green what it says and what teaches."""
+    text, ids = Text(), example.input_ids
+    ends = [0, *(edge for stretch in stretches(example.loss_mask) for edge in stretch), len(ids)]
+    for number, (start, end) in enumerate(pairwise(ends)):
+        text.append(str(tokenizer.decode(ids[start:end])), style="green" if number % 2 else "dim")
+    return text
