@@ -73,7 +73,11 @@ class Target:
 class Data:
     """Conversations in the target's own words, and prompts to get them from."""
 
-    path: str = MISSING  # conversations, .jsonl or .jsonl.gz; pkg:// is inside the installed packages
+    path: str = MISSING  # conversations: a .jsonl(.gz), .json or .parquet file, a folder, or hub://owner/name?split=...; pkg:// is inside the installed packages
+    columns: Any = None  # which of its columns are ours: {messages: chat}
+    mix: Any = None  # other sources and their shares of the whole: {mine.jsonl: 0.3}
+    clean: bool = False  # drop prompts that stand twice, almost twice, or in a shipped benchmark
+    near: float = 0.85  # how alike two prompts are that are almost the same: Jaccard of their word 3-grams
     heldout: int = 64  # conversations kept for evaluation
     conversations: int | None = None  # train on this many of the others, taken evenly over the file; null: all
     longest: int = 512  # tokens a conversation is cut to

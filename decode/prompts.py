@@ -1,18 +1,16 @@
 """Benchmark prompts: which conversations a drafter is measured on, and what the user says next in each."""
 
-import gzip
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import parse_qsl
 
 from transformers import PreTrainedTokenizerBase
 
+from decode.tables import HUB, file_rows, hub_rows, parsed
+
 SHIPPED = Path(__file__).parent / "bench"
-HUB = "hub://"
 SEVERAL = {"spec_bench": ("mt_bench", "qa", "math_reasoning", "rag")}  # one name for several sets
 
 
@@ -122,21 +120,13 @@ def conversations(name: str) -> list[list[str]]:
     That is the path of a JSONL file, or hub://owner/name. Behind a question mark `column` names the field that holds the
     prompt, and for the Hub `config` and `split` choose the part: hub://openai/gsm8k?config=main&split=test&column=question.
     """
-    place, options = _parsed(name)
-    rows = _hub_rows(place, options) if place.startswith(HUB) else _file_rows(bench_file(place))
-    asked = [_turns(where, row, _fields(options)) for where, row in rows]
+    place, options = parsed(name, ("config", "split", "column") if name.startswith(HUB) else ("column",))
+    fields = _fields(options)
+    rows = hub_rows(place, options, fields) if place.startswith(HUB) else file_rows(bench_file(place))
+    asked = [_turns(where, row, fields) for where, row in rows]
     if not asked:
         raise ValueError(f"the benchmark {place} is empty")
     return asked
-
-
-def _parsed(name: str) -> tuple[str, dict[str, str]]:
-    place, _, query = name.partition("?")
-    options = dict(parse_qsl(query, keep_blank_values=True))
-    known = ("config", "split", "column") if place.startswith(HUB) else ("column",)
-    if unknown := [key for key in options if key not in known]:
-        raise ValueError(f"the benchmark {name} says {unknown[0]!r} behind its question mark; use {', '.join(known)}")
-    return place, options
 
 
 def _fields(options: Mapping[str, str]) -> list[str]:
@@ -153,44 +143,6 @@ def bench_file(name: str) -> Path:
     raise ValueError(
         f"there is no benchmark {name!r}; use {', '.join(shipped)}, the path of a .jsonl file, or hub://<owner>/<name>"
     )
-
-
-def _file_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    """The rows of a JSONL file, each with the words that say where it stands."""
-    with gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                yield f"{file} line {number}", json.loads(line)
-            except json.JSONDecodeError:
-                raise ValueError(
-                    f"{file} line {number} is no JSON; every line of a .jsonl file is one object"
-                ) from None
-
-
-def _hub_rows(place: str, options: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-    """The rows of a Hub dataset, or of a folder that could be one, each with the words that say where it stands."""
-    dataset = place.removeprefix(HUB)
-    if not dataset.strip("/"):
-        raise ValueError(f"the benchmark {place} names no dataset; write hub://<owner>/<name>")
-    import datasets  # takes seconds, and only such a benchmark needs it
-
-    try:
-        found: Any = datasets.load_dataset(dataset, options.get("config"), split=options.get("split"))
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        told = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
-        reason = " ".join(str(told).split())[:300].rstrip(".")
-        raise ValueError(
-            f"the benchmark {place} cannot be read ({reason}); check the network, its name, and config= and split= behind a question mark"
-        ) from None
-    if isinstance(found, Mapping):  # no split was named
-        if len(found) > 1 and "test" not in found:
-            raise ValueError(f"the benchmark {place} has the splits {', '.join(found)}; choose one with ?split=")
-        found = found["test" if "test" in found else next(iter(found))]
-    wanted = [name for name in _fields(options) if name in found.column_names]
-    if wanted:  # the others may be pictures or sound, dear to read
-        found = found.select_columns(wanted)
-    for number, row in enumerate(found, start=1):
-        yield f"{place} row {number}", row
 
 
 def _turns(where: str, row: Any, fields: Sequence[str]) -> list[str]:

@@ -8,8 +8,9 @@ from transformers import PreTrainedTokenizerBase
 
 from models.source import byte_tokenizer
 from train.chat import Example, example, render
-from train.data import load_examples, read_rows, write_rows
+from train.data import load_examples, write_rows
 from train.features import Live, Source, epoch_batches
+from train.sources import conversations_of
 
 # SmolLM2's, with the default system prompt and the line break after every end token that belongs to nobody
 CHATML = (
@@ -131,16 +132,16 @@ def test_rows_of_token_ids_are_taken_as_they_are(tmp_path):
     tokenizer, ends, _ = plain()
     tokenizer.chat_template = None
     path = written(tmp_path / "rows.jsonl", {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]})
-    assert load_examples(path, tokenizer, ends, 99) == [Example([5, 6, 7], [False, True, True])]
+    assert load_examples(conversations_of(path), tokenizer, ends, 99) == [Example([5, 6, 7], [False, True, True])]
 
 
 GOOD = {"id": "good", "messages": messages([("user", "a"), ("assistant", "b")])}
 REFUSED = {
-    "empty": ([], r"rows.jsonl holds no conversation"),
+    "empty": ([], r"the data hold no conversation"),
     "only the user": ([{"id": 3, "messages": messages([("user", "a")])}], r"^3 has no assistant turn"),
     "not JSON": ([GOOD, "{oops\n"], r"rows.jsonl line 2 is no JSON"),
-    "another form": ([GOOD, {"text": "a"}], r"rows.jsonl line 2 has neither messages nor input_ids"),
-    "a list": ([[1, 2]], r"rows.jsonl line 1 has neither"),
+    "another form": ([GOOD, {"words": "a"}], r"rows.jsonl line 2 has words; a row has messages"),
+    "a list": ([[1, 2]], r"rows.jsonl line 1 is no object with columns"),
     "a short mask": ([{"id": 4, "input_ids": [1, 2], "loss_mask": [1]}], r"^4 has 2 input_ids"),
     "no mask": ([{"id": 4, "input_ids": [1, 2]}], r"^4 has 2 input_ids"),
 }
@@ -150,20 +151,20 @@ REFUSED = {
 def test_a_bad_file_is_refused_in_one_sentence(rows, message, tmp_path):
     tokenizer, ends, _ = plain()
     with pytest.raises(ValueError, match=message) as refusal:
-        load_examples(written(tmp_path / "rows.jsonl", *rows), tokenizer, ends, 99)
+        load_examples(conversations_of(written(tmp_path / "rows.jsonl", *rows)), tokenizer, ends, 99)
     assert "\n" not in str(refusal.value)
 
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"no data file .*gone\.jsonl; check data\.path"):
-        list(read_rows(tmp_path / "gone.jsonl"))
+        list(conversations_of(tmp_path / "gone.jsonl"))
 
 
 def test_a_tokenizer_without_a_template_is_refused(tmp_path):
     tokenizer, ends, _ = plain()
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="no chat template; choose an instruct model"):
-        load_examples(written(tmp_path / "rows.jsonl", GOOD), tokenizer, ends, 99)
+        load_examples(conversations_of(written(tmp_path / "rows.jsonl", GOOD)), tokenizer, ends, 99)
 
 
 def test_a_template_that_rewrites_the_prompt_when_it_answers_is_refused():
@@ -178,11 +179,11 @@ def test_conversations_are_cut_to_the_longest_and_left_out_where_no_answer_remai
     talks = [("user", "a"), ("assistant", "bcdef")], [("user", "a" * 30), ("assistant", "never seen")]
     path = written(tmp_path / "rows.jsonl", *({"messages": messages(talk)} for talk in talks))
     longest = len("user:a_assistant:bc")
-    made = load_examples(path, tokenizer, ends, longest)
+    made = load_examples(conversations_of(path), tokenizer, ends, longest)
     assert [len(one.input_ids) for one in made] == [longest]
     assert [words(tokenizer, ids) for ids in runs_of(made[0])] == ["bc"]
     with pytest.raises(ValueError, match=r"within data\.longest=5 tokens"):
-        load_examples(path, tokenizer, ends, 5)
+        load_examples(conversations_of(path), tokenizer, ends, 5)
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
@@ -194,7 +195,7 @@ def test_written_rows_are_the_same_bytes_every_time_and_read_back(name, tmp_path
     assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
     if name.endswith("gz"):
         assert (tmp_path / "first" / name).read_bytes()[4:8] == bytes(4)  # gzip would put the time here
-    assert list(read_rows(tmp_path / "first" / name)) == rows
+    assert list(conversations_of(tmp_path / "first" / name)) == rows
     assert [file.name for file in (tmp_path / "first").iterdir()] == [name]
     stored = (tmp_path / "first" / name).read_bytes()
     assert "☃" in (gzip.decompress(stored) if name.endswith("gz") else stored).decode()

@@ -25,7 +25,7 @@ from decode.prompts import (
 )
 from models.source import byte_tokenizer
 from runs import ROOT
-from train.data import read_rows
+from train.sources import conversations_of
 
 ROWS = {
     "gsm8k": 1319, "humaneval": 164, "mbpp": 500, "mt_bench": 80, "qa": 80, "math_reasoning": 80, "rag": 80,
@@ -215,7 +215,7 @@ def test_of_several_splits_without_a_test_one_must_be_named(tmp_path, offline):
 
 @pytest.mark.parametrize("name", ["hub://no-such-owner/no-such-set", "hub:///no/such/folder", "hub://", "hub:///"])
 def test_a_dataset_that_is_not_there_or_out_of_reach_is_refused_in_one_sentence(name, offline):
-    with pytest.raises(ValueError, match=f"the benchmark {name} (cannot be read|names no dataset)") as refusal:
+    with pytest.raises(ValueError, match=f"the dataset {name} (cannot be read|names none)") as refusal:
         conversations(name)
     assert "\n" not in str(refusal.value)
 
@@ -298,7 +298,7 @@ def grams(text: str) -> set[tuple[str, ...]]:
 
 
 def test_no_training_prompt_shares_thirteen_words_in_a_row_with_a_benchmark():
-    corpus = read_rows(packaged("pkg://train/corpus/smol.jsonl.gz"))
+    corpus = conversations_of(packaged("pkg://train/corpus/smol.jsonl.gz"))
     asked = [message["content"] for row in corpus for message in row["messages"] if message["role"] == "user"]
     taught = set().union(*map(grams, asked))
     assert len(taught) > 50_000

@@ -12,8 +12,9 @@ from models.sampling import Sampling
 from models.target import Target
 from runs import composed
 from train.chat import example, render
-from train.data import read_rows, write_rows
+from train.data import write_rows
 from train.regenerate import answer, regenerate, with_ids
+from train.sources import conversations_of
 
 LIMIT = 12
 TALKS = {
@@ -60,7 +61,7 @@ def small() -> Target:
 
 
 def test_answers_are_the_targets_greedy_text_turn_by_turn(whole, small):
-    rows = list(read_rows(whole))
+    rows = list(conversations_of(whole))
     assert [row["id"] for row in rows] == [
         "one",
         "three",
@@ -99,7 +100,7 @@ CUTS = {
 @pytest.mark.parametrize("cut", CUTS.values(), ids=list(CUTS))
 def test_a_killed_run_goes_on_to_the_same_bytes(whole, small, tmp_path, cut, monkeypatch):
     """What a kill leaves: some conversations in the order in which they finished, the last one cut anywhere."""
-    rows = {row["id"]: row for row in read_rows(whole)}
+    rows = {row["id"]: row for row in conversations_of(whole)}
     finished = (json.dumps(rows["two"], ensure_ascii=False) + "\n").encode()
     cut_off = (json.dumps(rows["three"], ensure_ascii=False) + "\n").encode()
     (tmp_path / ".said.jsonl.answers").write_bytes(finished + cut_off[: cut(cut_off)])
@@ -116,11 +117,11 @@ def test_a_killed_run_goes_on_to_the_same_bytes(whole, small, tmp_path, cut, mon
 
 
 def test_a_run_killed_before_its_last_step_only_writes(whole, small, tmp_path):
-    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in read_rows(whole)]
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in conversations_of(whole)]
     lines[0] = lines[0].replace("Hello", "He\u2028\x85llo")  # line ends that JSON leaves as they are
     (tmp_path / ".said.jsonl.answers").write_text("".join(reversed(lines)), encoding="utf-8")
     assert answered(small, {name: TALKS[name] for name in ("one", "three", "two")}, tmp_path / "said.jsonl") == 3
-    assert [row["id"] for row in read_rows(tmp_path / "said.jsonl")] == ["one", "three", "two"]
+    assert [row["id"] for row in conversations_of(tmp_path / "said.jsonl")] == ["one", "three", "two"]
 
 
 def test_prompts_that_are_all_too_long_are_refused(small, tmp_path):
@@ -143,7 +144,7 @@ def test_the_command_answers_a_file_once(tmp_path):
         "regenerate.tokens=5",
     )
     answer(run)
-    made = list(read_rows(tmp_path / "made" / "said.jsonl"))
+    made = list(conversations_of(tmp_path / "made" / "said.jsonl"))
     assert [row["id"] for row in made] == [0, 1]
     assert made[0]["messages"] == made[1]["messages"]
     assert len(made[0]["messages"][1]["ids"]) == 5
@@ -151,7 +152,7 @@ def test_the_command_answers_a_file_once(tmp_path):
         answer(run)
     run.overwrite = True
     answer(run)
-    assert list(read_rows(tmp_path / "made" / "said.jsonl")) == made
+    assert list(conversations_of(tmp_path / "made" / "said.jsonl")) == made
 
 
 @pytest.mark.parametrize("given", [[], ["regenerate.prompts=a.jsonl"], ["regenerate.out=b.jsonl"]])

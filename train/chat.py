@@ -51,6 +51,9 @@ def example(tokenizer: PreTrainedTokenizerBase, row: Row, ends: frozenset[int], 
     """
     if "input_ids" in row:
         return _given(row)
+    if "text" in row:
+        ids = cast(list[int], tokenizer(row["text"]).input_ids)
+        return Example(ids, [True] * len(ids))
     name, tools = str(row.get("id", "a conversation")), row.get("tools")
     messages = [message if reasoning else without_reasoning(message) for message in row["messages"]]
     spoken = [message for message in messages if message.get("role") == "assistant"]

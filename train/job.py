@@ -11,7 +11,6 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import set_seed
 from hydra.utils import instantiate
 
-from conf import packaged
 from conf.schema import Features, Reasoning, Run
 from decode.opening import open_target, target_folder
 from models.drafter import Drafter
@@ -24,6 +23,7 @@ from train.chat import Example
 from train.data import load_examples
 from train.features import Live, Reader, Source
 from train.loop import fit
+from train.sources import require_there, rows_of
 from train.store import open_store
 
 MOST_NODES = 64  # of the tree that a card recommends; a measurement takes the first `decode.nodes` of them
@@ -80,7 +80,8 @@ def conversations(run: Run, target: Target) -> tuple[list[Example], list[Example
     """All conversations that may teach, those of them that do, and those held out."""
     longest = min(run.data.longest, target.context)
     kept = run.data.reasoning is Reasoning.keep
-    examples = load_examples(packaged(run.data.path), target.tokenizer, target.end_tokens, longest, kept)
+    rows = rows_of(run.data, quiet=not PartialState().is_main_process)
+    examples = load_examples(rows, target.tokenizer, target.end_tokens, longest, kept)
     known, held = split(examples, run.data.heldout)
     return known, evenly(known, run.data.conversations), held
 
@@ -139,8 +140,7 @@ def require_parts(run: Run) -> None:
     if "_target_" not in run.drafter:
         raise ValueError("no drafter is chosen; give drafter= or name one in your conf, such as `- /drafter: medusa`")
     family_class(run.drafter["_target_"], knobs_of(run))
-    if not packaged(run.data.path).exists():
-        raise ValueError(f"there is no data file {packaged(run.data.path)}; check data.path")
+    require_there(run.data)
 
 
 def clear(out: Path, accelerator: Accelerator) -> None:

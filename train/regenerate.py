@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from conf import packaged
 from conf.schema import Run
 from decode.engine import Generation, rounds
 from decode.opening import open_target
@@ -14,7 +14,8 @@ from models.drafter import Budget, Plain
 from models.sampling import Sampling
 from models.target import Target
 from train.chat import Message, Row, render
-from train.data import read_rows, write_rows
+from train.data import write_rows
+from train.sources import rows_of
 
 
 def answer(run: Run) -> None:
@@ -24,7 +25,7 @@ def answer(run: Run) -> None:
         raise ValueError("give regenerate.prompts=<conversations.jsonl> and regenerate.out=<file to write>")
     if (out := Path(how.out)).exists() and not run.overwrite:
         raise ValueError(f"{out} exists; choose another regenerate.out, or overwrite=true")
-    rows = with_ids(read_rows(packaged(how.prompts)))
+    rows = with_ids(rows_of(replace(run.data, path=how.prompts, mix=None)))
     out.parent.mkdir(parents=True, exist_ok=True)
     target = open_target(run.target)
     written = regenerate(target, rows, out, how.tokens, Sampling(how.temperature, seed=run.seed), how.rows, how.longest)

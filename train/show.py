@@ -10,11 +10,11 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from conf import packaged
 from conf.schema import Reasoning, Run
 from decode.opening import end_tokens_of, open_tokenizer
 from train.chat import Example, stretches
 from train.data import load_examples
+from train.sources import rows_of
 
 BAR = 40  # characters of the longest bar
 
@@ -23,9 +23,9 @@ def show(run: Run) -> None:
     """The command: print counts, a histogram of lengths, and `run.show` conversations in which what teaches is coloured."""
     console, tokenizer = Console(), open_tokenizer(run.target)
     kept = run.data.reasoning is Reasoning.keep
-    path = packaged(run.data.path)
-    examples = load_examples(path, tokenizer, end_tokens_of(run.target, tokenizer), run.data.longest, kept)
-    console.print(f"{path.name}, up to {run.data.longest} tokens a conversation")
+    rows, ends = rows_of(run.data), end_tokens_of(run.target, tokenizer)
+    examples = load_examples(rows, tokenizer, ends, run.data.longest, kept)
+    console.print(f"{run.data.path}, up to {run.data.longest} tokens a conversation")
     console.print(counted(examples))
     console.print(histogram([len(example.input_ids) for example in examples]))
     for number in range(min(run.show, len(examples))):
