@@ -144,7 +144,8 @@ class Decode:
 class Regenerate:
     """How the target answers prompts."""
 
-    prompts: str | None = None  # conversations whose user turns are asked
+    prompts: str | None = None  # conversations whose user turns are asked; imagined: the target asks itself
+    count: int = 1000  # questions to imagine
     out: str | None = None
     tokens: int = 160
     rows: int = 64

@@ -15,6 +15,7 @@ from models.sampling import Sampling
 from models.target import Target
 from train.chat import Message, Row, render
 from train.data import write_rows
+from train.imagined import imagined
 from train.sources import rows_of
 
 
@@ -25,10 +26,19 @@ def answer(run: Run) -> None:
         raise ValueError("give regenerate.prompts=<conversations.jsonl> and regenerate.out=<file to write>")
     if (out := Path(how.out)).exists() and not run.overwrite:
         raise ValueError(f"{out} exists; choose another regenerate.out, or overwrite=true")
-    rows = with_ids(rows_of(replace(run.data, path=how.prompts, mix=None)))
+    imagine = how.prompts == "imagined"
+    rows = [] if imagine else with_ids(rows_of(replace(run.data, path=how.prompts, mix=None)))
     out.parent.mkdir(parents=True, exist_ok=True)
-    target = open_target(run.target)
-    written = regenerate(target, rows, out, how.tokens, Sampling(how.temperature, seed=run.seed), how.rows, how.longest)
+    target, questions = open_target(run.target), out.with_name(f".{out.name}.questions.jsonl")
+    if imagine:
+        rows = imagined(target, how.count, how.tokens, Sampling(1.0, seed=run.seed), how.rows, run.data.near, questions)
+    if imagine and target.tokenizer.chat_template is None:
+        write_rows(out, rows)  # texts, which nobody answers
+        written = len(rows)
+    else:
+        sampling = Sampling(how.temperature, seed=run.seed)
+        written = regenerate(target, rows, out, how.tokens, sampling, how.rows, how.longest)
+    questions.unlink(missing_ok=True)
     print(f"{written} of {len(rows)} conversations are in {out}")
 
 
