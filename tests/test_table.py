@@ -18,8 +18,7 @@ from reference import marked_batch
 from runs import composed
 from train import job
 from train.chat import Example
-from train.data import load_examples
-from train.job import spoken
+from train.data import load_examples, spoken
 from train.sources import conversations_of
 
 V = 272

@@ -8,9 +8,11 @@ target wrote, which are then used as they are and never tokenised again, and `re
 
 import gzip
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from conf import command
@@ -40,6 +42,18 @@ def load_examples(
             f"the data hold no conversation with an answer within data.longest={longest} tokens; raise it or give other data"
         )
     return found
+
+
+def spoken(examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
+    """[P] the tokens before those that the target said, and [P] those."""
+    pairs = [
+        (before, token)
+        for example in examples
+        for before, token, said in zip([0, *example.input_ids], example.input_ids, example.loss_mask, strict=False)
+        if said
+    ]
+    before, token = torch.tensor(pairs).unbind(1)
+    return before, token
 
 
 if __name__ == "__main__":

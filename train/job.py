@@ -20,7 +20,7 @@ from models.target import Target, resolve_dtype
 from models.tree import best_tree
 from train import checkpoint, optim
 from train.chat import Example
-from train.data import load_examples
+from train.data import load_examples, spoken
 from train.features import Live, Reader, Source
 from train.loop import fit
 from train.sources import require_there, rows_of
@@ -172,18 +172,6 @@ def evenly(examples: list[Example], count: int | None) -> list[Example]:
     if count < 1:
         raise ValueError(f"data.conversations={count} leaves nothing to train on; give at least 1, or null for all")
     return [examples[index * len(examples) // count] for index in range(count)]
-
-
-def spoken(examples: list[Example]) -> tuple[torch.Tensor, torch.Tensor]:
-    """[P] the tokens before those that the target said, and [P] those."""
-    pairs = [
-        (before, token)
-        for example in examples
-        for before, token, said in zip([0, *example.input_ids], example.input_ids, example.loss_mask, strict=False)
-        if said
-    ]
-    before, token = torch.tensor(pairs).unbind(1)
-    return before, token
 
 
 def recommended_tree(drafter: Drafter, heldout: Source) -> list[list[int]]:

@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
 
+import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -13,10 +14,11 @@ from transformers import PreTrainedTokenizerBase
 from conf.schema import Reasoning, Run
 from decode.opening import end_tokens_of, open_tokenizer
 from train.chat import Example, stretches
-from train.data import load_examples
+from train.data import load_examples, spoken
 from train.sources import rows_of
 
 BAR = 40  # characters of the longest bar
+SIZES = (1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)  # of a draft vocabulary
 
 
 def show(run: Run) -> None:
@@ -28,6 +30,7 @@ def show(run: Run) -> None:
     console.print(f"{run.data.path}, up to {run.data.longest} tokens a conversation")
     console.print(counted(examples))
     console.print(histogram([len(example.input_ids) for example in examples]))
+    console.print(coverage(examples))
     for number in range(min(run.show, len(examples))):
         example = examples[number * len(examples) // run.show]
         console.rule(f"{len(example.input_ids)} tokens, {sum(example.loss_mask)} of them teach", align="left")
@@ -58,6 +61,19 @@ def histogram(lengths: Sequence[int]) -> Table:
     table.add_column("")
     for bound, count in zip(bounds, counts, strict=True):
         table.add_row(f"{bound:,}", f"{count:,}", "█" * -(-BAR * count // max(counts)))
+    return table
+
+
+def coverage(examples: Sequence[Example]) -> Table:
+    """Which share of what the target says a draft vocabulary of its commonest tokens can say, by size."""
+    counts = torch.bincount(spoken(examples)[1]).sort(descending=True).values
+    used = int((counts > 0).sum())
+    sizes = [size for size in SIZES if size < used] + [used]
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("draft vocabulary")
+    for size in sizes:
+        table.add_column(f"{size:,}", justify="right")
+    table.add_row("covers", *(f"{counts[:size].sum() / counts.sum():.1%}" for size in sizes))
     return table
 
 
