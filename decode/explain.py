@@ -1,5 +1,6 @@
 """Why a drafter pays or does not, in words: which term of the balance loses, and what would have to change."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 from decode.theory import Facts
@@ -63,12 +64,14 @@ def choices(facts: Facts) -> list[Choice]:
     """What the first n nodes of the tree would have yielded, and by the curve cost; drafting is taken to cost the same.
 
     A parent comes before its children, so the first nodes are a tree, and what it accepts is the part of each accepted
-    path that lies in it.
+    path that lies in it. A round that proposed less reads no more than it did.
     """
     found, tau = [], 1.0
+    widths = Counter(facts.widths)
     for node, hits in enumerate(facts.by_node, start=1):
         tau += hits / facts.passes
-        price = facts.round_ms["draft"] + facts.verify(node + 1) + facts.other
+        verify = sum(count * facts.verify(min(width, node + 1)) for width, count in widths.items()) / widths.total()
+        price = facts.round_ms["draft"] + verify + facts.other
         found.append(Choice(node + 1, tau, tau * facts.plain / price))
     return found
 

@@ -20,12 +20,13 @@ from decode.cost import Cost, Ladder
 from decode.engine import Run as Decoded
 from decode.engine import generate
 from decode.figures import Sample
+from decode.gather import show
 from decode.hindsight import divergences, overlap_by_depth, sample_text
 from decode.journal import write_trace
 from decode.opening import open_drafter, open_target, open_tokenizer
 from decode.page import write_page
 from decode.prompts import Dialogue, choose, exchanges, most_exchanges
-from decode.report import Report, compare, write_report
+from decode.report import Report, write_report
 from models.drafter import Budget, Drafter, Plain
 from models.sampling import Sampling
 from models.shelf import load_drafter, make_folder
@@ -60,7 +61,7 @@ def measure(run: Run) -> Report:
     for report in reports:
         report.show(console, how.explain)
     if len(reports) > 1:
-        compare(console, reports)
+        show(console, told(reports), notes=[])
     console.print(f"written to {write(reports, samples, run)}")
     return reports[0]
 
@@ -181,5 +182,10 @@ def write(reports: Sequence[Report], samples: Sequence[Sequence[Sample]], run: R
         write_trace(out / "trace.jsonl", dict(zip(names, samples, strict=True)))
     for number, report in enumerate(reports):
         write_report(report, out / (f"report_{report.settings['drafter']}.json" if number else "report.json"))
-    write_page(out / "report.html", {report.settings["drafter"]: report.to_json() for report in reports})
+    write_page(out / "report.html", told(reports))
     return out / "report.json"
+
+
+def told(reports: Sequence[Report]) -> dict[str, dict[str, Any]]:
+    """The reports by their drafters' names, as their JSON holds them."""
+    return {report.settings["drafter"]: report.to_json() for report in reports}

@@ -248,21 +248,6 @@ def facts_of(samples: Sequence[Sample], cost: Cost) -> Facts:
     )
 
 
-def compare(console: Console, reports: Sequence[Report]) -> None:
-    """Print one table of plain decoding and every drafter, all measured prompt by prompt in one run."""
-    benches = [line.bench for line in reports[0].lines]
-    table = _table("", *(f"tau\n{bench}" for bench in benches), "speed-up", "predicted", "tok/s", "equal")
-    plain = f"{reports[0].lines[-1].plain_tokens_per_second:.1f}"
-    table.add_row("plain", *("1.00" for _ in benches), "1.00", "", plain, "")
-    for report in reports:
-        last = report.lines[-1]
-        taus = (f"{line.tau.value:.2f}" for line in report.lines)
-        speeds = (f"{last.speedup.value:.2f}", f"{report.predictions[-1].speedup:.2f}", f"{last.tokens_per_second:.1f}")
-        name = report.settings["drafter"] + " (lossy)" * report.lossy
-        table.add_row(name, *taus, *speeds, f"{last.equal}/{last.prompts}")
-    console.print(table)
-
-
 def write_report(report: Report, file: Path) -> None:
     """The report as JSON, written beside and renamed."""
     part = file.with_name(f".{file.name}.part")

@@ -128,6 +128,16 @@ def test_smaller_trees_are_judged_by_the_nodes_that_they_would_have_kept():
         assert choice.speedup == pytest.approx(choice.tau * 100 / price)
 
 
+def test_rounds_that_proposed_less_would_read_no_more_in_a_smaller_tree():
+    facts = replace(FACTS, widths=[2, 2, 2, 5])
+    for choice, wide in zip(choices(facts), choices(FACTS), strict=True):
+        small, large = facts.verify(2), facts.verify(choice.nodes)
+        assert choice.tau == wide.tau
+        assert choice.tau * facts.plain / choice.speedup == pytest.approx(
+            facts.round_ms["draft"] + facts.other + (3 * small + large) / 4
+        )
+
+
 def test_the_best_tree_is_named_or_the_tau_it_would_need():
     assert "By the curve a tree of its first 4 nodes of 5 does best: tau 1.75, speed-up 1.19" in words(FACTS)
     dear = replace(FACTS, round_ms=FACTS.round_ms | {"draft": 150.0})

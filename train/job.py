@@ -1,5 +1,6 @@
 """A training job: build target and drafter, fit, save."""
 
+import time
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -51,8 +52,10 @@ def train(run: Run) -> None:
     heldout.read_all(quiet=not accelerator.is_main_process)
     if run.overwrite:
         clear(out, accelerator)
+    began = time.perf_counter()
     acceptance = fit(drafter, source, heldout, run, accelerator, config)
     if accelerator.is_main_process:
+        print(f"waiting for features took {source.waited / (time.perf_counter() - began):.1%} of the training time")
         tree = recommended_tree(drafter, heldout)
         save_drafter(drafter, card(run, drafter, target, tree, acceptance, taught), out, torch.bfloat16)
         checkpoint.forget(out)
