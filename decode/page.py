@@ -28,6 +28,7 @@ from decode.words import (
     verdict,
     widest_gap,
 )
+from models.files import write_whole
 
 METHODS = {
     "alpha": "from one alpha and c",
@@ -72,10 +73,7 @@ def page(reports: Mapping[str, Told], notes: Sequence[str] = ()) -> str:
 
 def write_page(file: Path, reports: Mapping[str, Told], notes: Sequence[str] = ()) -> Path:
     """The page in `file`, which is never seen half written."""
-    beside = file.with_name(f".{file.name}.part")
-    beside.write_text(page(reports, notes), encoding="utf-8")
-    beside.rename(file)
-    return file
+    return write_whole(file, page(reports, notes))
 
 
 # ---- parts

@@ -79,14 +79,6 @@ def choose(
     return chosen
 
 
-def bench_prompts(
-    names: Sequence[str], tokenizer: PreTrainedTokenizerBase, count: int, longest: int
-) -> dict[str, list[list[int]]]:
-    """The prompts of the conversations that `choose` takes: their first turns, as the protocol has it."""
-    chosen = choose(names, tokenizer, count, longest)
-    return {name: [dialogue.prompt() for dialogue in dialogues] for name, dialogues in chosen.items()}
-
-
 def exchanges(chosen: Mapping[str, list[Dialogue]], rows: int, longest: int) -> Iterator[tuple[str, list[Dialogue]]]:
     """Up to `rows` dialogues of one benchmark at a time, each for its next turn, until none has one left.
 
@@ -134,14 +126,18 @@ def _fields(options: Mapping[str, str]) -> list[str]:
     return [options["column"]] if "column" in options else ["turns", "messages"]
 
 
+def shipped() -> list[str]:
+    """The sets that ship, each under its own name."""
+    return sorted(file.name.split(".")[0] for file in SHIPPED.glob("*.jsonl*"))
+
+
 def bench_file(name: str) -> Path:
     """The file of the benchmark `name`: a shipped one, or a path of the user's."""
     for found in (SHIPPED / f"{name}.jsonl.gz", SHIPPED / f"{name}.jsonl", Path(name)):
         if found.is_file():
             return found
-    shipped = sorted([*SEVERAL, *(file.name.split(".")[0] for file in SHIPPED.glob("*.jsonl*"))])
     raise ValueError(
-        f"there is no benchmark {name!r}; use {', '.join(shipped)}, the path of a .jsonl file, or hub://<owner>/<name>"
+        f"there is no benchmark {name!r}; use {', '.join(sorted([*SEVERAL, *shipped()]))}, the path of a .jsonl file, or hub://<owner>/<name>"
     )
 
 

@@ -15,10 +15,10 @@ from decode import figures
 from decode.cost import Cost
 from decode.explain import explain
 from decode.figures import Depth, Figure, Sample, Tally, bootstrap
+from decode.gather import VERSION, command
 from decode.hindsight import Divergence
 from decode.theory import Facts, Prediction, predictions
-
-VERSION = 2
+from models.files import write_whole
 
 
 @dataclass
@@ -250,12 +250,8 @@ def facts_of(samples: Sequence[Sample], cost: Cost) -> Facts:
 
 def write_report(report: Report, file: Path) -> None:
     """The report as JSON, written beside and renamed."""
-    part = file.with_name(f".{file.name}.part")
-    part.write_text(json.dumps(report.to_json(), indent=1))
-    part.rename(file)
+    write_whole(file, json.dumps(report.to_json(), indent=1))
 
 
 if __name__ == "__main__":
-    from decode.gather import command  # lays reports side by side; the figures above do not need it
-
-    command()
+    command()  # lays reports side by side

@@ -117,9 +117,14 @@ def family_class(family: str, knobs: Iterable[str]) -> type[Drafter]:
     return found
 
 
+def knobs_of(drafter: dict[str, Any]) -> dict[str, Any]:
+    """What a family is told in conf/drafter/*.yaml; the other keys are Hydra's."""
+    return {key: value for key, value in drafter.items() if not key.startswith("_")}
+
+
 def untrained(drafter: dict[str, Any]) -> Card | None:
     """A card for `drafter`, a family and its knobs as in conf/drafter/*.yaml; None where it needs training."""
-    knobs = {key: value for key, value in drafter.items() if not key.startswith("_")}
+    knobs = knobs_of(drafter)
     if family_class(drafter["_target_"], knobs).needs_training:
         return None
     return Card(drafter["_target_"], knobs, target={}, taps=[])

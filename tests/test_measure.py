@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from conf.schema import Accept, Decode, Proposal
+from conftest import bench_prompts
 from decode.arms import Arm, budget_for
 from decode.engine import generate
 from decode.measure import check, measure, settings
 from decode.opening import find_beside, find_drafter, open_drafter, open_target
-from decode.prompts import bench_prompts, conversations
+from decode.prompts import conversations
 from decode.report import Report
 from models.drafter import Budget, Plain
 from models.shelf import Card, read_card

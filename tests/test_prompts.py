@@ -12,11 +12,11 @@ import huggingface_hub
 import pytest
 
 from conf import packaged
+from conftest import bench_prompts
 from decode.prompts import (
     SEVERAL,
     SHIPPED,
     Dialogue,
-    bench_prompts,
     choose,
     conversations,
     exchanges,

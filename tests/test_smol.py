@@ -6,9 +6,10 @@ import torch
 from conf import packaged
 from conf.schema import Target as TargetConf
 from conf.schema import Wheel
+from conftest import bench_prompts
 from decode.engine import generate
 from decode.opening import open_drafter, open_target
-from decode.prompts import bench_prompts, choose, conversations
+from decode.prompts import choose, conversations
 from models.drafter import Budget, Drafter, Plain
 from models.shelf import read_card
 from models.target import Target

@@ -8,7 +8,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from decode.prompts import SEVERAL, SHIPPED, conversations
+from decode.prompts import conversations, shipped
 from train.chat import Row
 
 WORDS = re.compile(r"\w+")
@@ -23,9 +23,8 @@ def cleaned(rows: Iterable[Row], near: float, benches: Sequence[str] | None = No
     """
     if not 0 < near <= 1:
         raise ValueError(f"data.near={near}: how alike two prompts may be is above 0 and at most 1")
-    shipped = sorted(file.name.split(".")[0] for file in SHIPPED.glob("*.jsonl*"))
     known = {
-        gram for text in bench_texts(shipped if benches is None else benches) for gram in grams(words(text), OVERLAP)
+        gram for text in bench_texts(shipped() if benches is None else benches) for gram in grams(words(text), OVERLAP)
     }
     kept: list[Row] = []
     dropped: Counter[str] = Counter()
@@ -54,9 +53,8 @@ def report(name: str, kept: int, dropped: Counter[str]) -> str:
 def bench_texts(names: Iterable[str]) -> Iterator[str]:
     """Everything that users say in the benchmarks `names`."""
     for name in names:
-        for one in SEVERAL.get(name, (name,)):
-            for turns in conversations(one):
-                yield from turns
+        for turns in conversations(name):
+            yield from turns
 
 
 def asked_in(row: Row) -> str:

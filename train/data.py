@@ -16,15 +16,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from conf import command
+from models.files import write_whole
 from train.chat import Example, Row, example
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
     """Write rows beside `path` and rename, the same bytes for the same rows."""
     text = "".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n" for row in rows).encode()
-    beside = path.with_name(f".{path.name}.part")
-    beside.write_bytes(gzip.compress(text, 9, mtime=0) if path.suffix == ".gz" else text)
-    beside.rename(path)
+    write_whole(path, gzip.compress(text, 9, mtime=0) if path.suffix == ".gz" else text)
 
 
 def load_examples(

@@ -16,7 +16,7 @@ from conf.schema import Features, Reasoning, Run
 from decode.opening import open_target, target_folder
 from models.drafter import Drafter
 from models.ends import layer_weights
-from models.shelf import CARD, Card, family_class, make_folder, save_drafter
+from models.shelf import CARD, Card, family_class, knobs_of, make_folder, save_drafter
 from models.target import Target, resolve_dtype
 from models.tree import best_tree
 from train import checkpoint, optim
@@ -117,8 +117,7 @@ def identity(run: Run) -> dict[str, Any]:
 
 def prepare(run: Run, out: Path, config: dict[str, Any]) -> Accelerator:
     """The output folder and the accelerator, with every complaint before weights load."""
-    require_parts(run)
-    if not family_class(run.drafter["_target_"], knobs_of(run)).needs_training:
+    if not require_parts(run).needs_training:
         raise ValueError(
             f"{run.drafter['_target_']} needs no training; measure it: python decode/run.py conf={run.conf_name}"
         )
@@ -138,12 +137,13 @@ def prepare(run: Run, out: Path, config: dict[str, Any]) -> Accelerator:
     return accelerator
 
 
-def require_parts(run: Run) -> None:
-    """Raise ValueError where no drafter, none that there is, or none with these knobs is chosen, and for missing data."""
+def require_parts(run: Run) -> type[Drafter]:
+    """The drafter's family. Raises ValueError where none, none that there is, or none with these knobs is chosen, and for missing data."""
     if "_target_" not in run.drafter:
         raise ValueError("no drafter is chosen; give drafter= or name one in your conf, such as `- /drafter: medusa`")
-    family_class(run.drafter["_target_"], knobs_of(run))
+    family = family_class(run.drafter["_target_"], knobs_of(run.drafter))
     require_there(run.data)
+    return family
 
 
 def clear(out: Path, accelerator: Accelerator) -> None:
@@ -152,11 +152,6 @@ def clear(out: Path, accelerator: Accelerator) -> None:
         checkpoint.forget(out)
         (out / CARD).unlink(missing_ok=True)
     accelerator.wait_for_everyone()
-
-
-def knobs_of(run: Run) -> dict[str, Any]:
-    """What the drafter's family is told; the other keys are Hydra's."""
-    return {key: value for key, value in run.drafter.items() if not key.startswith("_")}
 
 
 def split(examples: list[Example], heldout: int) -> tuple[list[Example], list[Example]]:
@@ -202,7 +197,7 @@ def card(
     }
     return Card(
         run.drafter["_target_"],
-        knobs_of(run),
+        knobs_of(run.drafter),
         asdict(target.identity),
         list(drafter.taps),
         tree,

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from models.drafter import FeatureBatch
+from models.files import write_whole
 from models.shelf import make_folder
 from models.source import cache_home
 from models.target import Target
@@ -171,15 +172,12 @@ class Store:
             "hidden": torch.cat(hidden).cpu(),
         }
         file = self.folder / f"{hashlib.sha256(b''.join(keys)).hexdigest()[:16]}.safetensors"
-        beside = file.with_name(f".{file.name}.part")
         try:
-            beside.write_bytes(save(tensors, metadata={"stamp": self.stamp.said()}))
+            write_whole(file, save(tensors, metadata={"stamp": self.stamp.said()}))
         except OSError as error:
-            beside.unlink(missing_ok=True)
             raise ValueError(
-                f"{beside} cannot be written ({error.strerror}); the shards before it stay: make room or choose data.store=, and run again"
+                f"{file} cannot be written ({error.strerror}); the shards before it stay: make room or choose data.store=, and run again"
             ) from None
-        beside.rename(file)
 
 
 def key_of(example: Example) -> bytes:
