@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from conf.schema import Api, Regenerate
 from conftest import family_of
 from decode.engine import generate
 from endpoints import Reply, Served, Trouble, broken, cut, refused, send, serving, slow, too_many
@@ -39,12 +40,14 @@ def echo(body: dict[str, Any]) -> dict[str, Any]:
 def said(text: str, ids: list[int] | None, asked: int, **other: Any) -> dict[str, Any]:
     """What vLLM says, or with `ids` None a server that knows nothing of them."""
     choice = {"index": 0, "text": text, "finish_reason": "stop", **({} if ids is None else {"token_ids": ids}), **other}
-    return {"choices": [choice], "usage": {"prompt_tokens": asked, "completion_tokens": len(ids or text) + (ids is None)}}
+    return {
+        "choices": [choice],
+        "usage": {"prompt_tokens": asked, "completion_tokens": len(ids or text) + (ids is None)},
+    }
 
 
-def open_endpoint(served: Served, *how: str, tries: int = 4) -> Endpoint:
-    words = [f"regenerate.url={served.url}", f"regenerate.tokens={LIMIT}", f"regenerate.tries={tries}", *how]
-    return Endpoint(composed(*words).regenerate, BYTES, frozenset([END]))
+def open_endpoint(served: Served, tries: int = 4, **how: Any) -> Endpoint:
+    return Endpoint(Regenerate(url=served.url, tokens=LIMIT, tries=tries, **how), BYTES, frozenset([END]))
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +65,9 @@ def ask(text: str) -> Ask:
 
 def test_every_prompt_is_answered_once_whatever_troubles_there_are(tmp_path: Path) -> None:
     """200 prompts, 16 at a time; four of five first tries fail, some second ones too, each in its way."""
-    prompts = [{"id": f"n{number}", "messages": [{"role": "user", "content": f"say {number}"}]} for number in range(200)]
+    prompts = [
+        {"id": f"n{number}", "messages": [{"role": "user", "content": f"say {number}"}]} for number in range(200)
+    ]
     write_rows(tmp_path / "prompts.jsonl", prompts)
     kinds = {1: too_many, 2: broken, 3: cut, 4: slow(1.0)}
 
@@ -78,10 +83,20 @@ def test_every_prompt_is_answered_once_whatever_troubles_there_are(tmp_path: Pat
     for number, row in enumerate(made):
         assert row["messages"][1]["content"] == f"SAY {number}"
         assert row["messages"][1]["ids"] == [*BYTES(f"SAY {number}").input_ids, END]
-    assert 8 < served.together <= 16
     assert len(served.tries) == 200
     assert sum(count > 1 for count in served.tries.values()) >= 160
     assert not list(tmp_path.glob(".*"))
+
+
+def test_as_many_requests_are_under_way_as_may_be() -> None:
+    def reply(body: dict[str, Any]) -> dict[str, Any]:
+        time.sleep(0.02)
+        return echo(body)
+
+    with serving(Served(reply)) as served:
+        done = list(open_endpoint(served, rows=4).answers([ask(str(number)) for number in range(24)]))
+    assert sorted(number for number, _ in done) == list(range(24))
+    assert served.together == 4
 
 
 @pytest.fixture(scope="module")
@@ -111,12 +126,14 @@ def test_an_endpoint_that_serves_the_target_writes_the_same_bytes(api: str, smal
     """Turn by turn, after its own answers."""
     inside = Inside(small, Plain(), Budget(nodes=1), LIMIT, Sampling(), 3)
     with serving(Served(speaking(small))) as served:
-        outside = open_endpoint(served, f"regenerate.api={api}")
+        outside = open_endpoint(served, api=Api(api))
         for speaker, name in ((inside, "in"), (outside, "out")):
             assert regenerate(speaker, small.tokenizer, asked(TALKS), tmp_path / name, TERMS) == 3
     assert (tmp_path / "in").read_bytes() == (tmp_path / "out").read_bytes()
     assert outside.notes() == []
-    assert {body["path"] for body in served.asked} == {"/v1/completions" if api == "completions" else "/v1/chat/completions"}
+    assert {body["path"] for body in served.asked} == {
+        "/v1/completions" if api == "completions" else "/v1/chat/completions"
+    }
     assert not any("ids" in message for body in served.asked for message in body.get("messages", ()))
 
 
@@ -124,7 +141,7 @@ def test_a_server_that_is_gone_ends_the_run_and_the_next_goes_on(tmp_path: Path)
     talks = {f"talk {number}": [f"one {number}", f"two {number}"] for number in range(20)}
 
     def run(served: Served) -> int:
-        return regenerate(open_endpoint(served, "regenerate.rows=3", tries=2), BYTES, asked(talks), tmp_path / "said", TERMS)
+        return regenerate(open_endpoint(served, tries=2, rows=3), BYTES, asked(talks), tmp_path / "said", TERMS)
 
     gone = threading.Event()
     with serving(Served(echo, lambda body, before: cut if gone.is_set() else None)) as served:
@@ -135,7 +152,9 @@ def test_a_server_that_is_gone_ends_the_run_and_the_next_goes_on(tmp_path: Path)
             return echo(body)
 
         served.reply = counted
-        with pytest.raises(ValueError, match=r"v1 gave no answer for conversation talk \d+ in 2 tries \(.*start the same"):
+        with pytest.raises(
+            ValueError, match=r"v1 gave no answer for conversation talk \d+ in 2 tries \(.*start the same"
+        ):
             run(served)
     kept = [json.loads(line) for line in (tmp_path / ".said.answers").read_text().splitlines()[1:]]
     assert 25 < len(kept) < 40
@@ -174,19 +193,19 @@ def test_it_waits_as_long_as_the_server_asks() -> None:
 @pytest.mark.parametrize(
     ("model", "served", "sentence"),
     [
-        ("null", ("a", "b"), "serves a, b, and which one is the target; set regenerate.model= to one of them"),
+        (None, ("a", "b"), "serves a, b, and which one is the target; set regenerate.model= to one of them"),
         ("c", ("a", "b"), "serves a, b, not c; set regenerate.model="),
-        ("null", (), "serves no model"),
+        (None, (), "serves no model"),
     ],
 )
-def test_a_model_that_is_not_served_is_named(model: str, served: tuple[str, ...], sentence: str) -> None:
+def test_a_model_that_is_not_served_is_named(model: str | None, served: tuple[str, ...], sentence: str) -> None:
     with serving(Served(echo, models=served)) as here, pytest.raises(ValueError, match=sentence):
-        open_endpoint(here, f"regenerate.model={model}")
+        open_endpoint(here, model=model)
 
 
 def test_the_model_is_the_one_that_is_given_or_the_only_one() -> None:
     with serving(Served(echo, models=("a", "b"))) as here:
-        assert open_endpoint(here, "regenerate.model=b").model == "b"
+        assert open_endpoint(here, model="b").model == "b"
     with serving(Served(echo, models=("a",))) as here:
         assert open_endpoint(here).model == "a"
 
@@ -197,7 +216,10 @@ def test_the_model_is_the_one_that_is_given_or_the_only_one() -> None:
         (refused(404, "no such model"), r"v1/completions refuses conversation x \(HTTP 404: no such model\)$"),
         (refused(400, "too long"), r"refuses conversation x \(HTTP 400: too long\)$"),
         (refused(401, "who are you"), r"\(HTTP 401: who are you\); the key is read from \$OUTRIDER_API_KEY$"),
-        (lambda handler: send(handler, {"choices": []}), r"answered conversation x without tokens or text \(\{\"choices"),
+        (
+            lambda handler: send(handler, {"choices": []}),
+            r"answered conversation x without tokens or text \(\{\"choices",
+        ),
         (lambda handler: send(handler, ["hello"]), "answered conversation x without tokens or text"),
         (
             lambda handler: send(handler, {"choices": [{"text": "", "token_ids": [], "finish_reason": "length"}]}),
@@ -215,7 +237,7 @@ def test_the_model_is_the_one_that_is_given_or_the_only_one() -> None:
 )
 def test_what_is_no_answer_ends_in_a_sentence(trouble: Trouble, sentence: str) -> None:
     with serving(Served(echo, lambda body, before: trouble)) as served:
-        here = open_endpoint(served, "regenerate.timeout=0.2", tries=2)
+        here = open_endpoint(served, timeout=0.2, tries=2)
         with pytest.raises(ValueError, match=sentence):
             list(here.answers([ask("x")]))
 
@@ -265,10 +287,15 @@ def test_the_target_speaks_by_its_own_distribution_and_every_answer_by_its_own_s
     seeds = []
     for name, talks in (("a", TALKS), ("b", {"two": TALKS["two"]})):
         with serving(Served(echo)) as served:
-            here = open_endpoint(served, "regenerate.temperature=0.7", "regenerate.rows=1")
+            here = open_endpoint(served, temperature=0.7, rows=1)
             regenerate(here, BYTES, asked(talks), tmp_path / name, TERMS)
         for body in served.asked:
-            assert (body["temperature"], body["top_p"], body["top_k"], body["repetition_penalty"]) == (0.7, 1.0, -1, 1.0)
+            assert (body["temperature"], body["top_p"], body["top_k"], body["repetition_penalty"]) == (
+                0.7,
+                1.0,
+                -1,
+                1.0,
+            )
             assert body["max_tokens"] == LIMIT
             assert body["return_token_ids"] is True
         seeds.append({json.dumps(body["prompt"]): body["seed"] for body in served.asked})
@@ -293,7 +320,7 @@ def test_the_key_comes_from_the_environment_and_goes_into_the_header_alone(monke
 def test_an_asker_that_stops_leaves_no_thread_asking() -> None:
     asks = [ask(f"say {number}") for number in range(50)]
     with serving(Served(echo)) as served:
-        answers = open_endpoint(served, "regenerate.rows=2").answers(asks)
+        answers = open_endpoint(served, rows=2).answers(asks)
         next(answers)
         answers.close()
         time.sleep(0.1)

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from conf.schema import Run
 from conftest import family_of
 from decode.engine import generate
 from models.drafter import Budget, Plain
 from models.ngram import Ngram
 from models.sampling import Sampling
 from models.target import Target
-from runs import composed, forked
+from runs import changed, composed, forked
 from train.asking import Inside
 from train.chat import Row, example, render
 from train.data import write_rows
@@ -256,31 +257,36 @@ def test_the_command_answers_a_file_once(tmp_path):
 
 
 def test_the_command_takes_a_drafter(tmp_path):
-    write_rows(tmp_path / "prompts.jsonl", asked({"a": ["Hello?"], "b": ["What else?", "And?"]}))
-    how = [f"regenerate.prompts={tmp_path}/prompts.jsonl", "regenerate.tokens=9"]
-    for name in ("plain", "ngram"):
-        answer(composed(*how, f"regenerate.out={tmp_path}/{name}", *(["regenerate.drafter=ngram"] * (name == "ngram"))))
+    rows = asked({"a": ["Hello?"], "b": ["What else?", "And?"]})
+    for name, drafter in (("plain", None), ("ngram", "ngram")):
+        answer(told(tmp_path, rows, tokens=9, out=f"{tmp_path}/{name}", drafter=drafter))
     assert (tmp_path / "plain").read_bytes() == (tmp_path / "ngram").read_bytes()
     with pytest.raises(ValueError, match=r"medusa_smol was trained for smol"):
-        answer(composed(*how, f"regenerate.out={tmp_path}/other", "regenerate.drafter=medusa_smol"))
+        answer(told(tmp_path, rows, drafter="medusa_smol"))
+
+
+def told(folder: Path, conversations: list[Row], **how: object) -> Run:
+    """The run that answers `conversations`."""
+    write_rows(folder / "prompts.jsonl", conversations)
+    run = composed()
+    for name, value in {"prompts": f"{folder}/prompts.jsonl", "out": f"{folder}/said.jsonl", **how}.items():
+        changed(run, f"regenerate.{name}", value)
+    return run
 
 
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        (["regenerate.tokens=0"], "regenerate.tokens=0 answers nothing; give at least 1"),
-        (["regenerate.rows=0"], "regenerate.rows=0 answers nothing"),
-        (["regenerate.temperature=-1"], "regenerate.temperature=-1.0: .* at least 0"),
-        (["regenerate.url=http://localhost:1/v1", "regenerate.drafter=ngram"], "an endpoint drafts by itself"),
-        (["regenerate.url=localhost:8000"], "regenerate.url=localhost:8000 is no address; give one such as http"),
+        ({"tokens": 0}, "regenerate.tokens=0 answers nothing; give at least 1"),
+        ({"rows": 0}, "regenerate.rows=0 answers nothing"),
+        ({"temperature": -1.0}, "regenerate.temperature=-1.0: .* at least 0"),
+        ({"url": "http://localhost:1/v1", "drafter": "ngram"}, "an endpoint drafts by itself"),
+        ({"url": "localhost:8000"}, "regenerate.url=localhost:8000 is no address; give one such as http"),
     ],
 )
 def test_the_command_refuses_what_answers_nothing(given, sentence, tmp_path):
-    write_rows(tmp_path / "prompts.jsonl", asked({"a": ["Hello?"]}))
     with pytest.raises(ValueError, match=sentence):
-        answer(
-            composed(f"regenerate.prompts={tmp_path}/prompts.jsonl", f"regenerate.out={tmp_path}/said.jsonl", *given)
-        )
+        answer(told(tmp_path, asked({"a": ["Hello?"]}), **given))
 
 
 @pytest.mark.parametrize(
@@ -292,9 +298,8 @@ def test_the_command_refuses_what_answers_nothing(given, sentence, tmp_path):
     ],
 )
 def test_the_command_refuses_a_file_that_asks_nothing(rows, sentence, tmp_path):
-    write_rows(tmp_path / "prompts.jsonl", rows)
     with pytest.raises(ValueError, match=sentence):
-        answer(composed(f"regenerate.prompts={tmp_path}/prompts.jsonl", f"regenerate.out={tmp_path}/said.jsonl"))
+        answer(told(tmp_path, rows))
 
 
 @pytest.mark.parametrize("given", [[], ["regenerate.prompts=a.jsonl"], ["regenerate.out=b.jsonl"]])

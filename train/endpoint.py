@@ -166,7 +166,8 @@ class Endpoint:
             )
         usage = reply.get("usage") or {}
         self.rendered += usage.get("prompt_tokens", len(ask.prompt)) != len(ask.prompt)
-        said = self._spelled(ids, text, ask) if ids else self._retokenised(text, ended, usage.get("completion_tokens"))
+        counted = usage.get("completion_tokens")
+        said = self._spelled(ids, text, ask) if ids else self._retokenised(str(text or ""), ended, counted)
         end = next((at for at, token in enumerate(said) if token in self.ends), None)
         if end is not None:
             return said[: end + 1]
@@ -174,11 +175,11 @@ class Endpoint:
 
     def _spelled(self, ids: list[int], text: Any, ask: Ask) -> list[int]:
         """`ids`, once they read as the `text` beside them: those of another model do not."""
-        spelled = self.tokenizer.decode(ids, skip_special_tokens=True) if max(ids) < len(self.tokenizer) else None
-        if spelled is None or (isinstance(text, str) and letters(spelled) != letters(text)):
+        spelled = str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        if isinstance(text, str) and letters(spelled) != letters(text):
             raise ValueError(
                 f"{self.url} answered conversation {ask.name} with tokens that do not read as its text in the target's "
-                f"tokenizer ({str(spelled)[:40]!r}, not {str(text)[:40]!r}); let it serve the target, or set target= to what it serves"
+                f"tokenizer ({spelled[:40]!r}, not {text[:40]!r}); let it serve the target, or set target= to what it serves"
             )
         return list(ids)
 
@@ -231,5 +232,5 @@ def retry_after(headers: Headers) -> float:
 
 
 def letters(text: str) -> str:
-    """`text` without its spaces, and without what a text cut inside a letter ends with."""
-    return "".join(text.split()).rstrip("\ufffd")
+    """`text` without its spaces and what stands for broken letters, which servers write in their own ways."""
+    return "".join(text.replace("\ufffd", "").split())
