@@ -66,8 +66,9 @@ class KVCache(Cache):
         self.lengths = self.lengths[rows]
         if self.store is not None:
             self.store = self.store[:, :, rows.to(self.where)]
-            for index, layer in enumerate(self.layers):
-                layer.keys, layer.values = self.store[index]
+            for layer, pair in zip(self.layers, self.store, strict=True):
+                assert isinstance(layer, _Layer)
+                layer.keys, layer.values = pair
 
 
 class _Layer(CacheLayerMixin):
