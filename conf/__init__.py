@@ -28,6 +28,7 @@ ROOT = {
         "run": {"dir": "."},  # Hydra makes no folder for a run: the job makes `out` once it has nothing to complain of
         "sweep": {"dir": "outputs", "subdir": "."},
         "output_subdir": None,
+        "callbacks": {"sweep": {"_target_": "train.sweep.Sweep"}},
         "job": {
             "chdir": False,
             "name": "outrider",

@@ -161,7 +161,9 @@ class Fsdp2(Engine):
     @contextmanager
     def whole(self) -> Iterator[None]:
         parts = dict(self.trainee.named_parameters())
-        replace(self.trainee, {name: nn.Parameter(whole(part.detach()), part.requires_grad) for name, part in parts.items()})
+        replace(
+            self.trainee, {name: nn.Parameter(whole(part.detach()), part.requires_grad) for name, part in parts.items()}
+        )
         yield
         replace(self.trainee, parts)
 

@@ -133,8 +133,8 @@ def estimated(drafter: Drafter, tokens: float) -> float:
     """
     mask, document = torch.ones(1, 64, dtype=torch.bool), torch.zeros(1, 64, dtype=torch.long)
     depths = len(drafter.counts(mask, document))
-    head = drafter.ends.vocabulary if isinstance(drafter.ends, Ends) else 0
-    matrices = [m.weight.shape for m in drafter.modules() if isinstance(m, nn.Linear) and len(m.weight) < head / 2]
+    named = [(name, part.weight.shape) for name, part in drafter.named_modules() if isinstance(part, nn.Linear)]
+    matrices = [shape for name, shape in named if "lm_head" not in name]
     return depths * tokens * sum(map(sum, matrices)) * FP32
 
 
