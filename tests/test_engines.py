@@ -173,7 +173,7 @@ def test_the_conversations_of_a_step_are_shared_among_ranks():
     optim = Optim(batch=2, accumulate=1, together=12)
     assert [accumulated(optim, count) for count in (1, 2, 3, 6)] == [6, 3, 2, 1]
     assert accumulated(Optim(accumulate=5), 4) == 5
-    with pytest.raises(ValueError, match=r"optim\.together=12 .* on 4 processes; .* a multiple of 8 would do"):
+    with pytest.raises(ValueError, match=r"optim\.together=12 .* on 4 processes; .*a multiple of 8 would do"):
         accumulated(optim, 4)
 
 

@@ -135,7 +135,7 @@ def small(llama, out: Path, steps: int = 0) -> tuple:
         engine.learn(talk(), torch.tensor(9.0), last=True)
         engine.step(1e-3, clip=1.0)
         progress.step += 1
-    return Keeper(out, {"a": "b"}, composed(), keep=2), engine, progress
+    return Keeper(out, {"a": "b"}, composed("log.keep=2"), loud=True), engine, progress
 
 
 def test_a_checkpoint_holds_weights_moments_dice_best_and_what_was_told(llama, tmp_path):

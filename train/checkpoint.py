@@ -51,10 +51,10 @@ class Progress:
 
 
 class Keeper:
-    """The checkpoints of the run in `out`, of which the newest `keep` stay. `config` is what shapes the weights."""
+    """The checkpoints of the run in `out`, of which the newest run.log.keep stay. `config` is what shapes the weights."""
 
-    def __init__(self, out: Path, config: dict[str, Any], run: Run, keep: int):
-        self.out, self.keep = out, keep
+    def __init__(self, out: Path, config: dict[str, Any], run: Run, loud: bool):
+        self.out, self.keep, self.loud = out, run.log.keep, loud
         self.about = {
             "config": config,
             "run": json.loads(json.dumps(asdict(run), default=lambda value: value.value)),
@@ -106,7 +106,7 @@ class Keeper:
         if folder is None:
             return Progress(), {}, []
         tensors, rest = load_file(folder / TENSORS), json.loads((folder / REST).read_text())
-        if rest["code"] != self.about["code"]:
+        if rest["code"] != self.about["code"] and self.loud:
             print("Outrider's code has changed since the checkpoint: the run goes on, but may not end in the same bits")
         put(
             {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")},

@@ -164,8 +164,10 @@ class Fsdp2(Engine):
         replace(
             self.trainee, {name: nn.Parameter(whole(part.detach()), part.requires_grad) for name, part in parts.items()}
         )
-        yield
-        replace(self.trainee, parts)
+        try:
+            yield
+        finally:
+            replace(self.trainee, parts)
 
     def _exchanging(self, last: bool) -> AbstractContextManager[Any]:
         self.module.set_requires_gradient_sync(last)
@@ -187,7 +189,10 @@ class Zero(Engine):
 
     def start(self, trainee: Trainee, optim: Optim) -> None:
         os.environ.setdefault("DS_ACCELERATOR", self.device.type)
-        import deepspeed  # takes seconds, and compiles on its first start: only this engine needs it
+        import deepspeed  # takes seconds: only this engine needs it
+
+        # gloo serves as well; this extension is compiled for minutes, and a killed compiler's lock stops every later start
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
         self.deepspeed, self.trainee = deepspeed, trainee
         deepspeed.logger.setLevel("WARNING")

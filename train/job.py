@@ -61,7 +61,7 @@ def train(run: Run) -> None:
         bf16 = resolve_dtype(run.optim.precision, engine.device) is torch.bfloat16
         trainee = Trainee(drafter, bf16)
         judge = Judge(heldout, engine, trial_of(run, target, drafter, held))
-        progress = fit(trainee, source, judge, run, engine, checkpoint.Keeper(out, config, run, run.log.keep))
+        progress = fit(trainee, source, judge, run, engine, checkpoint.Keeper(out, config, run, engine.first))
         with engine.whole():
             if engine.first:
                 finish(run, trainee, target, heldout, progress, taught)
@@ -104,7 +104,7 @@ def taught_by(run: Run, target: Target | Bodiless, known: list[Example]) -> Draf
 
 def target_for(run: Run, examples: list[Example]) -> Target | Bodiless:
     """The target, without its body where features of all `examples` are on disk and nothing is decoded."""
-    if run.data.features is Features.cached and not run.log.prompts:
+    if run.data.features is Features.cached and not (run.log.prompts or run.target.trust_remote_code):
         alone = Bodiless(run.target)
         alone.tap(instantiate(run.drafter, _partial_=True)(alone.ends).taps)
         if not open_store(run.data.store, alone, examples).missing(examples):
