@@ -21,7 +21,7 @@ def heard(capsys, folder, taus) -> list[list[str]]:
             (folder / str(at) / "drafter.yaml").write_text(card(tau))
         sweep.on_job_end(OmegaConf.create({"out": str(folder / str(at))}), JobReturn(overrides=[f"seed={at}"]))
     sweep.on_multirun_end(OmegaConf.create({}))
-    return [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("seed")]
+    return [line.split() for line in capsys.readouterr().out.splitlines() if line.strip().startswith("seed")]
 
 
 def test_the_members_stand_side_by_side_the_best_first(capsys, tmp_path):
@@ -40,6 +40,8 @@ def test_the_command_ends_with_it(tmp_path):
     code, out, errors = said("-m", "train", *words, cwd=tmp_path)
     assert code == 0, errors
     members = [
-        line for line in out.splitlines() if line.startswith("conf=tiny optim.steps=2 optim.warmup=1 drafter.decay=")
+        line
+        for line in out.splitlines()
+        if line.strip().startswith("conf=tiny optim.steps=2 optim.warmup=1 drafter.decay=")
     ]
     assert len(members) == 2

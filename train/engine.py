@@ -219,12 +219,11 @@ class Zero(Engine):
         return gathered
 
     def recall(self, tensors: dict[str, Tensor]) -> None:
-        moments = {name: tensors[f"optimizer.{name}.exp_avg"] for name, _ in self._trained()}
-        if not moments:
+        steps = [value for name, value in tensors.items() if name.startswith("optimizer.") and name.endswith(".step")]
+        if not steps:
             return
-        step = tensors[f"optimizer.{next(iter(moments))}.step"]
         for flat in self._flats():
-            self._state[flat] = {"step": step.clone(), **{slot: torch.zeros_like(flat) for slot in MOMENTS}}
+            self._state[flat] = {"step": steps[0].clone(), **{slot: torch.zeros_like(flat) for slot in MOMENTS}}
         if self.stage < 3:
             self.optimizer._lazy_init_hp_params_optimizer_state()  # its first step would link them, too late for us
         for name, parameter in self._trained():
