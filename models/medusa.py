@@ -6,6 +6,7 @@ B rows, T positions, D width, V vocabulary, K heads, R supervised positions or r
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -62,6 +63,11 @@ class Medusa(Drafter):
         if head == "own":
             self.lm_heads.extend(nn.Linear(ends.width, self.vocabulary.size, bias=False) for _ in range(heads))
         self._from_target()
+
+    @classmethod
+    def reach(cls, knobs: dict[str, Any]) -> int:
+        """As many tokens as it has heads."""
+        return int(knobs.get("heads", signature(cls).parameters["heads"].default))
 
     @property
     def draft_ids(self) -> Tensor | None:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save
 
 from models.drafter import Drafter
 from models.ends import Ends
+from models.files import write_whole
 from models.source import Identity
 from models.vocabulary import DraftVocabulary
 
@@ -37,23 +38,25 @@ class Card:
     training: dict[str, Any] = field(default_factory=dict)
     acceptance: dict[str, Any] = field(default_factory=dict)  # by depth, on held-out conversations
     meaning: dict[str, str] = field(default_factory=dict)  # of knobs whose names mean other things elsewhere
+    forecast: dict[int, float] = field(default_factory=dict)  # tau of the tree's first nodes, by their number
     schema: int = SCHEMA
 
 
 def save_drafter(drafter: Drafter, card: Card, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write both files beside their names and rename; the card comes last, so a folder with a card is whole."""
+    """Write both files beside their names and rename; the card comes last, so a new folder with a card is whole."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: (value.to(dtype) if value.is_floating_point() else value).contiguous().cpu()
         for name, value in drafter.state_dict().items()
     }
-    weights, text = folder / f".{WEIGHTS}.part", folder / f".{CARD}.part"
-    weights.write_bytes(
-        save(tensors, metadata={"format": "pt"})
-    )  # save_file would leave it readable to its owner alone
-    text.write_text(yaml.safe_dump(asdict(card), sort_keys=False, default_flow_style=None, width=110))
-    weights.rename(folder / WEIGHTS)
-    text.rename(folder / CARD)
+    # save_file would leave it readable to its owner alone
+    write_whole(folder / WEIGHTS, save(tensors, metadata={"format": "pt"}))
+    write_card(card, folder)
+
+
+def write_card(card: Card, folder: Path) -> None:
+    """The card alone, in place of the one that `folder` may have."""
+    write_whole(folder / CARD, yaml.safe_dump(asdict(card), sort_keys=False, default_flow_style=None, width=110))
 
 
 def read_card(folder: Path) -> Card:

@@ -8,8 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
+from pathlib import Path as File
 
 import torch
+import yaml
 from torch import Tensor
 
 Path = tuple[int, ...]  # the rank taken at each depth: (0, 2) is the third pick below the first pick
@@ -78,6 +80,12 @@ def ordered_paths(paths: Iterable[Sequence[int]]) -> list[Path]:
 def chain(depth: int) -> list[Path]:
     """The first pick at every depth."""
     return [(0,) * length for length in range(1, depth + 1)]
+
+
+def published_trees() -> dict[str, list[Path]]:
+    """The trees that ship, by name, the best nodes first."""
+    listed = yaml.safe_load(File(__file__).with_name("trees.yaml").read_text())
+    return {name: [tuple(map(int, path)) for path in paths.split()] for name, paths in listed.items()}
 
 
 def best_tree(ranks: Tensor, nodes: int) -> list[Path]:

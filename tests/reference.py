@@ -117,6 +117,18 @@ def most_worth(ranks: Sequence[Sequence[int]], width: int, nodes: int) -> int:
     return max(worth(ranks, list(tree)) for tree in trees if all(len(path) == 1 or path[:-1] in tree for path in tree))
 
 
+def likeliest(rates: Sequence[Sequence[float]], nodes: int) -> float:
+    """The largest sum of products of `rates` that a tree of `nodes` nodes, root included, can have: all are tried."""
+    width = range(len(rates[0]))
+    every = [path for length in range(1, len(rates) + 1) for path in itertools.product(width, repeat=length)]
+    trees = (set(chosen) for chosen in itertools.combinations(every, nodes - 1))
+    return max(
+        sum(math.prod(rates[k][rank] for k, rank in enumerate(path)) for path in tree)
+        for tree in trees
+        if all(len(path) == 1 or path[:-1] in tree for path in tree)
+    )
+
+
 def marked_batch(
     documents: Sequence[str], spoken: Sequence[str], vocabulary: int, width: int, taps: int, seed: int
 ) -> FeatureBatch:

@@ -32,6 +32,7 @@ from train.features import Live, Source
 from train.loop import count
 from train.optim import optimizer_for, rate
 from train.sources import conversations_of
+from train.trees import NODES, WIDTH
 
 STEPS = 40
 EXACT = ("target.dtype=fp32", "optim.precision=fp32")
@@ -160,7 +161,7 @@ def test_the_card_says_what_was_trained(folder, killed):
     assert (card.target["name"], card.target["width"], card.target["vocabulary"]) == ("tiny", 64, 257)
     assert (card.training["conf"], card.training["conversations"], card.training["optim"]["steps"]) == ("mine", 8, 2)
     assert sorted(map(list, ordered_paths(card.tree))) == sorted(card.tree)
-    assert 0 < len(card.tree) < job.MOST_NODES
+    assert 0 < len(card.tree) < NODES
     assert all(len(values) == 2 for values in card.acceptance.values())
     assert card.acceptance["positions"] > [0, 0]
 
@@ -333,7 +334,7 @@ def test_acceptance_and_tree_are_those_of_the_conversations_held_out(talks, tmp_
                 seen[k - 1] += 1
                 hits[k - 1] += int(draft.argmax()) == ids[at + k + 1]
                 shared[k - 1] += torch.minimum(draft.softmax(0), logits[at + k].softmax(0)).sum().item()
-                right = (draft.topk(10).indices == ids[at + k + 1]).nonzero().flatten().tolist()
+                right = (draft.topk(WIDTH).indices == ids[at + k + 1]).nonzero().flatten().tolist()
                 ranks.setdefault((talk, at), [-1, -1])[k - 1] = right[0] if right else -1
     card = read_card(tmp_path)
     assert card.acceptance["positions"] == seen
@@ -341,7 +342,7 @@ def test_acceptance_and_tree_are_those_of_the_conversations_held_out(talks, tmp_
     assert card.acceptance["sampled"] == pytest.approx(
         [mass / n for mass, n in zip(shared, seen, strict=True)], abs=2e-4
     )
-    assert card.tree == [list(path) for path in best_tree(torch.tensor(list(ranks.values())), job.MOST_NODES)]
+    assert card.tree == [list(path) for path in best_tree(torch.tensor(list(ranks.values())), NODES)]
 
 
 def test_the_gradient_is_clipped_as_a_whole(talks, tmp_path, capsys):

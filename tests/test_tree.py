@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.tree import TokenTree, best_tree, chain, ordered_paths, parents_of
+from models.tree import TokenTree, best_tree, chain, ordered_paths, parents_of, published_trees
 from reference import mask_by_walking, most_worth, worth
 
 GOLDEN: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "golden" / "medusa_trees.json").read_text())
@@ -62,6 +62,10 @@ def test_published_medusa_trees_have_their_published_mask_and_order(name: str) -
     leaves = set(range(len(paths) + 1)) - set(tree.parents[0].tolist())
     ours = {tuple(tree.mask[0, leaf].nonzero().flatten().tolist()) for leaf in leaves}
     assert ours == {tuple(node for node in path if node >= 0) for path in golden["retrieve_indices"]}
+
+
+def test_published_trees_ship_under_their_names() -> None:
+    assert published_trees() == {name: [tuple(path) for path in golden["paths"]] for name, golden in GOLDEN.items()}
 
 
 @given(st.integers(0, 2**32))

@@ -18,7 +18,6 @@ from models.drafter import Drafter
 from models.ends import layer_weights
 from models.shelf import CARD, Card, family_class, knobs_of, make_folder, save_drafter
 from models.target import Target, resolve_dtype
-from models.tree import best_tree
 from train import checkpoint, optim
 from train.chat import Example
 from train.data import load_examples, spoken
@@ -26,8 +25,7 @@ from train.features import Live, Reader, Source
 from train.loop import fit
 from train.sources import require_there, rows_of
 from train.store import open_store
-
-MOST_NODES = 64  # of the tree that a card recommends; a measurement takes the first `decode.nodes` of them
+from train.trees import recommend
 
 
 def train(run: Run) -> None:
@@ -56,8 +54,9 @@ def train(run: Run) -> None:
     acceptance = fit(drafter, source, heldout, run, accelerator, config)
     if accelerator.is_main_process:
         print(f"waiting for features took {source.waited / (time.perf_counter() - began):.1%} of the training time")
-        tree = recommended_tree(drafter, heldout)
-        save_drafter(drafter, card(run, drafter, target, tree, acceptance, taught), out, torch.bfloat16)
+        said_of = card(run, drafter, target, acceptance, taught)
+        recommend(drafter, heldout, said_of)
+        save_drafter(drafter, said_of, out, torch.bfloat16)
         checkpoint.forget(out)
         print(f"the drafter is in {out}; measure it: python decode/run.py conf={run.conf_name} trained={out}")
     accelerator.end_training()
@@ -172,18 +171,8 @@ def evenly(examples: list[Example], count: int | None) -> list[Example]:
     return [examples[index * len(examples) // count] for index in range(count)]
 
 
-def recommended_tree(drafter: Drafter, heldout: Source) -> list[list[int]]:
-    """The static tree that held-out text favours, its best nodes first; [] for drafters that make their own."""
-    drafter.eval()
-    seen = [drafter.ranks(heldout.features(piece), width=10) for piece in heldout.everything()]
-    known = [ranks for ranks in seen if ranks is not None]
-    return [list(path) for path in best_tree(torch.cat(known), MOST_NODES)] if known else []
-
-
-def card(
-    run: Run, drafter: Drafter, target: Target, tree: list[list[int]], acceptance: dict[str, Any], taught: list[Example]
-) -> Card:
-    """What the drafter's card says."""
+def card(run: Run, drafter: Drafter, target: Target, acceptance: dict[str, Any], taught: list[Example]) -> Card:
+    """What the drafter's card says, but for its tree."""
     training = {
         "conf": run.conf_name,
         "data": run.data.path,
@@ -200,8 +189,7 @@ def card(
         knobs_of(run.drafter),
         asdict(target.identity),
         list(drafter.taps),
-        tree,
-        training,
-        acceptance,
-        drafter.meaning(),
+        training=training,
+        acceptance=acceptance,
+        meaning=drafter.meaning(),
     )
