@@ -343,6 +343,8 @@ def test_ranks_say_which_pick_the_target_spoke():
         ({"head": "both"}, "head=both"),
         ({"teacher": "nobody"}, "teacher=nobody"),
         ({"vocabulary": 0}, "vocabulary of 0"),
+        ({"heads": 0}, "heads=0 layers=1: there is at least one head"),
+        ({"layers": 0}, "heads=4 layers=0: there is at least one head"),
         ({"vocabulary": V + 1}, f"vocabulary of {V + 1}"),
     ],
 )
