@@ -200,6 +200,59 @@ def plain_greedy(model: PreTrainedModel, prompt: list[int], limit: int, ends: fr
     return text[len(prompt) :]
 
 
+def hydra_by_hand(drafter: Any, hidden: Tensor, position: int, tokens: Sequence[int]) -> Tensor:
+    """[V] logits of the head that foretells what follows `tokens`, the first of which stands behind `hidden` [position + 1, D].
+
+    From the formulas of the paper and its Hydra++ layer, for one node, with neither cache nor batch.
+    """
+    state, ends = hidden[position], drafter.ends
+    if drafter.prefix is not None:
+        state = prefix_by_hand(drafter.prefix, hidden, position)
+    read = [state]
+    for token in tokens:
+        embedding = ends.embedding[token]
+        read.append(embedding / embedding.square().mean().sqrt())
+    first, *rest = drafter.blocks[len(tokens) - 1]
+    inner = first.linear.weight @ torch.cat(read) + first.linear.bias
+    state = state + inner * torch.sigmoid(inner)
+    for layer in rest:
+        inner = layer.linear.weight @ state + layer.linear.bias
+        state = state + inner * torch.sigmoid(inner)
+    ids = slice(None) if drafter.draft_ids is None else drafter.draft_ids
+    own = drafter.lm_heads[len(tokens) - 1].weight if len(drafter.lm_heads) else ends.head[ids]
+    return own @ state
+
+
+def prefix_by_hand(layer: Any, hidden: Tensor, position: int) -> Tensor:
+    """[D] what a decoder layer makes of `hidden` [T, D] at `position`: head by head, key by key."""
+
+    def normed(norm: Any, state: Tensor) -> Tensor:
+        return state / (state.square().mean() + norm.eps).sqrt() * norm.weight
+
+    attention, width = layer.self_attn, layer.self_attn.width
+
+    def turned(vector: Tensor, at: int) -> Tensor:
+        half = width // 2
+        angle = at * attention.rotary.frequencies
+        low, high = vector[:half], vector[half:]
+        return torch.cat([low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin()])
+
+    read = [normed(layer.input_layernorm, state) for state in hidden[: position + 1]]
+    asked = (attention.q_proj.weight @ read[position]).split(width)
+    keys = [(attention.k_proj.weight @ state).split(width) for state in read]
+    values = [(attention.v_proj.weight @ state).split(width) for state in read]
+    shared, found = len(asked) // len(keys[0]), []
+    for head, query in enumerate(asked):
+        group = head // shared
+        scores = [turned(query, position) @ turned(key[group], at) / width**0.5 for at, key in enumerate(keys)]
+        weights = torch.stack(scores).softmax(0)
+        found.append(sum(weight * value[group] for weight, value in zip(weights, values, strict=True)))
+    state = hidden[position] + attention.o_proj.weight @ torch.cat(found)
+    inner, mlp = normed(layer.post_attention_layernorm, state), layer.mlp
+    gate = mlp.gate_proj.weight @ inner
+    return state + mlp.down_proj.weight @ (gate * torch.sigmoid(gate) * (mlp.up_proj.weight @ inner))
+
+
 Proposal = tuple[list[int], list[int], list[bool]]  # tokens, parents, valid
 
 
