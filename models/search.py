@@ -5,13 +5,49 @@ was said, -1 where it had not. W ranks.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Container, Iterator, Sequence
 from itertools import takewhile
 
 import torch
 from torch import Tensor
 
-from models.tree import Path, best_tree
+from models.tree import Path, chain
+
+Picks = list[Path]  # a turn's ranks, position by position
+
+
+def best_tree(turns: Sequence[Tensor], nodes: int) -> list[Path]:
+    """The tree of up to `nodes` nodes, root included, in which the recorded text takes the fewest passes.
+
+    Grown node by node: the next one is where most rounds would have gone on, had it been there. Rounds are counted from
+    where they begin with the tree so far, and no independence of depths is assumed (Medusa multiplies accuracies). The
+    list cut short is the tree of fewer nodes. It ends where no node would help; where none does, it is the chain.
+    """
+    texts = [picks_of(turn) for turn in turns]
+    found: dict[Path, None] = {}  # in the order of their coming
+    while len(found) < nodes - 1:
+        worth = Counter(row[: right + 1] for text in texts for row, right in rounds_of(text, found))
+        helpful = [path for path in worth if path not in found and path[-1] >= 0]
+        if not helpful:
+            break
+        found[min(helpful, key=lambda path: (-worth[path], len(path), path))] = None
+    return list(found) or chain(turns[0].shape[1])[: nodes - 1]
+
+
+def picks_of(turn: Tensor) -> Picks:
+    """The ranks of `turn` [P, K] as tuples."""
+    return [tuple(row) for row in turn.tolist()]
+
+
+def rounds_of(text: Picks, tree: Container[Path]) -> Iterator[tuple[Path, int]]:
+    """The ranks where each round of `text` begins, and how many guesses the `tree` has right there."""
+    at = 0
+    while at < len(text):
+        paths = (text[at][:depth] for depth in range(1, len(text[at]) + 1))
+        right = sum(1 for _ in takewhile(tree.__contains__, paths))
+        yield text[at], right
+        at += 1 + right
 
 
 def replayed(turns: Sequence[Tensor], paths: Sequence[Path]) -> tuple[int, int]:
@@ -20,19 +56,8 @@ def replayed(turns: Sequence[Tensor], paths: Sequence[Path]) -> tuple[int, int]:
     Exactly what greedy decoding of that text does: a round that accepts m guesses commits m + 1 tokens, and the next one
     starts behind them. What the last round has beyond the end of the text is not counted.
     """
-    tree, passes = set(paths), 0
-    for turn in turns:
-        picks, at = turn.tolist(), 0
-        while at < len(picks):
-            at += 1 + _right(tree, picks[at])
-            passes += 1
-    return sum(map(len, turns)), passes
-
-
-def _right(tree: set[Path], picks: list[int]) -> int:
-    """How far down the `tree` the path of right picks goes."""
-    paths = (tuple(picks[:depth]) for depth in range(1, len(picks) + 1))
-    return sum(1 for _ in takewhile(tree.__contains__, paths))
+    tree = set(paths)
+    return sum(map(len, turns)), sum(1 for turn in turns for _ in rounds_of(picks_of(turn), tree))
 
 
 def tau_of(turns: Sequence[Tensor], paths: Sequence[Path]) -> float:
@@ -48,11 +73,7 @@ def expected_tau(turns: Sequence[Tensor], nodes: int) -> float:
     looks better than it is.
     """
     halves = turns[::2], turns[1::2]
-    counts = [
-        replayed(mine, best_tree(torch.cat(list(other)), nodes))
-        for mine, other in (halves, halves[::-1])
-        if mine and other
-    ]
+    counts = [replayed(mine, best_tree(other, nodes)) for mine, other in (halves, halves[::-1]) if mine and other]
     if not counts:
         raise ValueError("one turn of text says nothing about other text; hold out more conversations (data.heldout)")
     return sum(tokens for tokens, _ in counts) / sum(passes for _, passes in counts)

@@ -117,6 +117,29 @@ def most_worth(ranks: Sequence[Sequence[int]], width: int, nodes: int) -> int:
     return max(worth(ranks, list(tree)) for tree in trees if all(len(path) == 1 or path[:-1] in tree for path in tree))
 
 
+def grown_by_replaying(turns: Sequence[Sequence[Sequence[int]]], width: int, nodes: int) -> list[Path]:
+    """A tree node by node: with the tree so far every text is decoded, and of all nodes that could be added the one is
+    taken that the most rounds would have gone on to.
+    """
+    tree: list[Path] = []
+    while len(tree) < nodes - 1:
+        ended = []  # the path that each round accepted, and the ranks where it began
+        for turn in turns:
+            at = 0
+            while at < len(turn):
+                accepted = max((p for p in [(), *tree] if tuple(turn[at][: len(p)]) == p), key=len)
+                ended.append((accepted, turn[at]))
+                at += len(accepted) + 1
+        may = [(*above, rank) for above in [(), *tree] if len(above) < len(turns[0][0]) for rank in range(width)]
+        gains = {
+            path: sum(path[:-1] == above and tuple(row[: len(path)]) == path for above, row in ended)
+            for path in may
+            if path not in tree
+        }
+        tree.append(min(gains, key=lambda path: (-gains[path], len(path), path)))
+    return tree
+
+
 def likeliest(rates: Sequence[Sequence[float]], nodes: int) -> float:
     """The largest sum of products of `rates` that a tree of `nodes` nodes, root included, can have: all are tried."""
     width = range(len(rates[0]))

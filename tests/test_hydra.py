@@ -13,9 +13,9 @@ from models.drafter import Budget, Committed, FeatureBatch, Plain
 from models.ends import Ends
 from models.hydra import Hydra
 from models.sampling import Voice
-from models.search import replayed
+from models.search import best_tree, replayed
 from models.shelf import Card, load_drafter, read_card, save_drafter
-from models.tree import best_tree, ordered_paths
+from models.tree import ordered_paths
 from reference import hydra_by_hand, marked_batch
 from test_medusa import asked_by_hand
 from train.chat import Example
@@ -154,8 +154,8 @@ def test_decoding_takes_the_passes_that_the_heads_taught_on_text_would(llama, pr
         for prompt, text in zip(prompts, texts, strict=True)
     ]
     known = recorded(drafter, Source(asked, Live(target), 4, 0))
-    for paths in (best_tree(torch.cat(known), 12), ordered_paths([[0], [0, 0], [1]])):
+    for paths in (best_tree(known, 12), ordered_paths([[0], [0, 0], [1]])):
         run = generate(target, drafter, prompts, 20, Budget(tuple(ordered_paths(paths)), len(paths) + 1), rows=2)
         assert [one.tokens for one in run.generations] == texts
         assert replayed(known, paths) == (tokens_of(run), sum(len(one.steps) for one in run.generations))
-    assert replayed(known, best_tree(torch.cat(known), 12))[1] < 0.9 * sum(map(len, known))
+    assert replayed(known, best_tree(known, 12))[1] < 0.9 * sum(map(len, known))

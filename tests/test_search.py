@@ -11,12 +11,12 @@ from decode.engine import generate
 from decode.figures import tokens_of
 from models.drafter import Budget, Plain
 from models.medusa import Medusa
-from models.search import expected_tau, independent_tree, rates_of, replayed, tau_of
+from models.search import best_tree, expected_tau, independent_tree, rates_of, replayed, tau_of
 from models.shelf import Card, read_card, save_drafter
 from models.target import Target
 from models.tree import Path as Ranks
-from models.tree import best_tree, chain, ordered_paths
-from reference import likeliest
+from models.tree import chain, ordered_paths
+from reference import grown_by_replaying, likeliest, most_worth, worth
 from runs import composed
 from train import replant
 from train.chat import Example
@@ -55,7 +55,7 @@ def test_replayed_text_takes_the_passes_that_decoding_it_takes(llama):
     known = recorded(drafter, source)
     lengths = sorted(len(text) - 1 for text in texts)
     assert sorted(map(len, known)) == lengths
-    trees = [best_tree(torch.cat(known), 7), best_tree(torch.cat(known), 40), ordered_paths([[4], [2], [2, 1]])]
+    trees = [best_tree(known, 7), best_tree(known, 40), ordered_paths([[4], [2], [2, 1]])]
     passes = []
     for paths in trees:
         run = generate(target, drafter, prompts, LIMIT, Budget(tuple(ordered_paths(paths)), len(paths) + 1), rows=2)
@@ -76,11 +76,63 @@ def test_what_stands_beyond_the_end_of_a_turn_is_not_counted():
 def test_expected_tau_is_that_of_trees_chosen_on_other_turns():
     """The even turns favour pick 0, the odd ones pick 1: each is judged with the other's tree, and nothing is accepted."""
     even, odd = torch.zeros(6, 1, dtype=torch.long), torch.ones(6, 1, dtype=torch.long)
-    assert tau_of([even, even], best_tree(even, 2)) == 2.0
+    assert tau_of([even, even], best_tree([even], 2)) == 2.0
     assert expected_tau([even, odd, even, odd], 2) == 1.0
     assert expected_tau([even, even, even], 2) == 2.0
     with pytest.raises(ValueError, match="one turn of text says nothing"):
         expected_tau([even], 2)
+
+
+@pytest.mark.parametrize(
+    ("depths", "width", "nodes"), [(1, 4, 3), (2, 3, 5), (3, 2, 5), (3, 2, 7), (2, 3, 2), (2, 2, 1)]
+)
+@pytest.mark.parametrize("seed", range(4))
+def test_of_single_rounds_the_best_tree_is_worth_as_much_as_any(depths, width, nodes, seed):
+    ranks = torch.randint(-1, width, (200, depths), generator=torch.Generator().manual_seed(seed))
+    paths = best_tree(ranks.split(1), nodes)
+    assert len(paths) == nodes - 1
+    assert sorted(ordered_paths(paths)) == sorted(paths)
+    assert worth(ranks.tolist(), paths) == most_worth(ranks.tolist(), width, nodes)
+
+
+def test_best_tree_cut_short_is_the_best_smaller_tree():
+    ranks = torch.randint(-1, 3, (200, 3), generator=torch.Generator().manual_seed(9))
+    paths = best_tree(ranks.split(1), 9)
+    for nodes in range(2, 6):
+        assert ordered_paths(paths[: nodes - 1])
+        assert worth(ranks.tolist(), paths[: nodes - 1]) == most_worth(ranks.tolist(), 3, nodes)
+
+
+def test_best_tree_sees_that_depths_depend_on_each_other():
+    """Where only the second pick is ever followed by a right guess, that is where the tree goes deep."""
+    ranks = torch.tensor([[0, -1]] * 5 + [[1, 2]] * 4)
+    assert best_tree(ranks.split(1), 4) == [(0,), (1,), (1, 2)]
+
+
+def test_best_tree_gives_all_there_is_where_more_is_asked():
+    assert best_tree(torch.tensor([[1, 0], [0, -1], [-1, 0]]).split(1), 100) == [(0,), (1,), (1, 0)]
+
+
+def test_best_tree_of_a_text_that_favours_nothing_is_the_chain_of_first_picks():
+    assert best_tree(torch.full((3, 4), -1).split(1), 10) == chain(4)
+
+
+def test_best_tree_of_a_sure_first_pick_is_a_chain():
+    assert best_tree(torch.tensor([[0, 0, 0, 0]] * 4).split(1), 5) == chain(4)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_best_tree_grows_where_most_rounds_would_have_gone_on(seed):
+    known = turns(9, seed=seed)
+    assert best_tree(known, 8) == grown_by_replaying([turn.tolist() for turn in known], 3, 8)
+    assert best_tree(known, 5) == best_tree(known, 8)[:4]
+
+
+def test_rounds_that_never_begin_somewhere_do_not_count_there():
+    """Every other position has pick 1 right, but no round begins there once pick 0 is in the tree."""
+    known = [torch.tensor([[0], [1], [0], [1], [0], [1], [2]])]
+    assert best_tree(known, 3) == [(0,), (2,)]
+    assert best_tree(torch.cat(known).split(1), 3) == [(0,), (1,)]
 
 
 @pytest.mark.parametrize(("nodes", "seed"), [(1, 0), (2, 0), (4, 0), (4, 1), (5, 2), (5, 3)])
@@ -91,8 +143,8 @@ def test_the_independent_tree_is_the_likeliest_of_all(nodes, seed):
     ordered_paths(path for path, _ in found)
     assert sum(worth for _, worth in found) == pytest.approx(likeliest(rates.tolist(), nodes))
     assert [worth for _, worth in found] == sorted((worth for _, worth in found), reverse=True)
-    for path, worth in found:
-        assert worth == pytest.approx(torch.tensor([rates[k, rank] for k, rank in enumerate(path)]).prod().item())
+    for path, chance in found:
+        assert chance == pytest.approx(torch.tensor([rates[k, rank] for k, rank in enumerate(path)]).prod().item())
 
 
 def test_the_independent_tree_gives_all_there_is_where_more_is_asked():
@@ -117,7 +169,7 @@ def test_heads_that_are_independent_make_both_searches_agree():
     assert 1 + sum(worth for _, worth in paths) == pytest.approx(tau_of(apart, [path for path, _ in paths]), rel=0.03)
     together = [turn[:, :1].expand(-1, 2) for turn in apart]
     paths = independent_tree(rates_of(together, 2), 4)
-    assert 1 + sum(worth for _, worth in paths) < 0.95 * tau_of(together, best_tree(torch.cat(together), 4))
+    assert 1 + sum(worth for _, worth in paths) < 0.95 * tau_of(together, best_tree(together, 4))
 
 
 def trained(folder: Path, run) -> Path:
@@ -174,7 +226,7 @@ def test_the_table_sets_each_forecast_beside_what_it_was_worth():
     table = compared(known)
     rows = list(zip(*(list(column.cells) for column in table.columns), strict=True))
     assert [row[0] for row in rows] == ["8", "16", "32", "64"]
-    tree: list[Ranks] = best_tree(torch.cat(known[::2]), 8)
+    tree: list[Ranks] = best_tree(known[::2], 8)
     assert rows[0][1] == f"{expected_tau(known[::2], 8):.3f}"
     assert rows[0][2] == f"{tau_of(known[1::2], tree):.3f}"
     assert rows[0][3] == f"{expected_tau(known[::2], 8) / tau_of(known[1::2], tree) - 1:+.1%}"

@@ -5,16 +5,14 @@
 
 from collections.abc import Sequence
 
-import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
 from conf import command
 from models.drafter import Drafter, asked
-from models.search import expected_tau, independent_tree, rates_of, tau_of
+from models.search import best_tree, expected_tau, independent_tree, rates_of, tau_of
 from models.shelf import Card
-from models.tree import best_tree
 from train.chat import stretches
 from train.features import Source
 
@@ -42,7 +40,7 @@ def recommend(drafter: Drafter, heldout: Source, card: Card, nodes: int = NODES)
     """Let `card` recommend the tree of up to `nodes` nodes that held-out text favours; the turns it was searched on."""
     turns = recorded(drafter, heldout)
     if turns:
-        card.tree = [list(path) for path in best_tree(torch.cat(turns), nodes)]
+        card.tree = [list(path) for path in best_tree(turns, nodes)]
         sizes = [size for size in SIZES if size <= nodes] if len(turns) > 1 else []
         card.forecast = {size: round(expected_tau(turns, size), 4) for size in sizes}
     return turns
@@ -56,7 +54,7 @@ def compared(turns: Sequence[Tensor]) -> Table:
     for heading in ("nodes", "joint", "there", "error", "independent", "there", "error"):
         table.add_column(heading, justify="right")
     for nodes in SIZES:
-        joint = expected_tau(known, nodes), tau_of(other, best_tree(torch.cat(list(known)), nodes))
+        joint = expected_tau(known, nodes), tau_of(other, best_tree(known, nodes))
         chosen = independent_tree(rates, nodes)
         alone = 1 + sum(worth for _, worth in chosen), tau_of(other, [path for path, _ in chosen])
         told = [(f"{promised:.3f}", f"{had:.3f}", f"{promised / had - 1:+.1%}") for promised, had in (joint, alone)]
