@@ -60,8 +60,8 @@ class Prefix(nn.Module):
 class Hydra(Medusa):
     """Medusa whose head k also reads the embeddings of the k tokens before its guess.
 
-    Embeddings are scaled to a mean square of 1, as final hidden states nearly are; the authors read them as they are.
-    `prefix`: a decoder layer of its own reads the text, and the heads its states (Hydra++, which also has teacher=target
+    Embeddings, which are small, are scaled to a mean square of 1; the authors read them as they are.
+    `prefix`: a decoder layer of its own reads the text, and the heads its states (Hydra++, which also has loss=kl
     and layers=4). The other knobs are Medusa's.
     """
 
@@ -72,11 +72,11 @@ class Hydra(Medusa):
         layers: int = 1,
         head: str = "own",
         vocabulary: int | None = None,
-        teacher: str = "data",
-        decay: float = 0.8,
+        loss: str | dict[str, float] = "ce",
+        decay: float | str = 0.8,
         prefix: bool = False,
     ):
-        super().__init__(ends, heads, layers, head, vocabulary, teacher, decay)
+        super().__init__(ends, heads, layers, head, vocabulary, loss, decay)
         self.prefix = Prefix(layer_config(ends.config, ends.width)) if prefix else None
 
     def block(self, head: int, layers: int) -> nn.Module:

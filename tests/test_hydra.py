@@ -74,7 +74,7 @@ def test_the_loss_and_the_ranks_are_those_of_every_question_asked_one_by_one(kno
             path = given.input_ids[row, at + 1 : at + 1 + head].tolist()
             logits = hydra_by_hand(drafter, *text_of(given, row, at), path)
             if label in ids:
-                total -= DECAY**head * logits.log_softmax(0)[ids.index(label)].item()
+                total -= DECAY ** (head - 1) * logits.log_softmax(0)[ids.index(label)].item()
             picks = [ids[place] for place in logits.argsort(descending=True)][:4]
             found = ranks.setdefault((row, at), [-1] * K)
             found[head - 1] = picks.index(label) if label in picks else -1
