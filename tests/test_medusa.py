@@ -366,7 +366,7 @@ def test_padding_is_not_accepted_where_token_0_is_likely(zero_likely, temperatur
     prompts = [[5, 6, 7], [9] * 6, [40, 3]]
     budget = Budget(tuple(ordered_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])), nodes=8)
     sampling, typical = Sampling(temperature, seed=3), Typical() if temperature else None
-    run = generate(zero_likely, drafter, prompts, 24, budget, sampling, 1, typical)
+    run = generate(zero_likely, drafter, prompts, 18, budget, sampling, 1, typical)
     steps = iter(trees)
     for one in run.generations:
         at = 1
@@ -380,12 +380,11 @@ def test_padding_is_not_accepted_where_token_0_is_likely(zero_likely, temperatur
     assert written.count(0) > len(written) / 5
     assert any(one.accepted and max(one.accepted) > 0 for one in run.generations)
     if not temperature:
-        plain = [one.tokens for one in generate(zero_likely, Plain(), prompts, 24, Budget(nodes=1)).generations]
-        for rows in (1, 3):
-            together = generate(zero_likely, drafter, prompts, 24, budget, rows=rows)
-            assert [one.tokens for one in together.generations] == plain
+        plain = [one.tokens for one in generate(zero_likely, Plain(), prompts, 18, Budget(nodes=1)).generations]
+        together = generate(zero_likely, drafter, prompts, 18, budget, rows=3)
+        assert [one.tokens for one in together.generations] == [one.tokens for one in run.generations] == plain
         monkeypatch.setattr("decode.engine.accept", padded)  # and the check would see it
-        faulty = generate(zero_likely, drafter, prompts, 24, budget)
+        faulty = generate(zero_likely, drafter, prompts, 18, budget)
         assert [one.tokens for one in faulty.generations] != plain
 
 
