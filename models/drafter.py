@@ -102,6 +102,10 @@ class Drafter(nn.Module):
         """What this drafter is taught on `batch`."""
         raise NotImplementedError
 
+    def groups(self) -> list[tuple[float, list[nn.Parameter]]]:
+        """What is trained, in groups, and by what each group's learning rate is multiplied."""
+        return [(1.0, [parameter for parameter in self.parameters() if parameter.requires_grad])]
+
     def ranks(self, batch: FeatureBatch, width: int) -> Tensor | None:
         """[P, K] what a static tree is chosen from: at which rank each depth had the target's token, -1 beyond `width`."""
         return None

@@ -12,7 +12,7 @@ from decode.figures import tokens_of
 from models.drafter import Budget, Plain
 from models.medusa import Medusa
 from models.search import best_tree, expected_tau, independent_tree, rates_of, replayed, tau_of
-from models.shelf import Card, read_card, save_drafter
+from models.shelf import Card, read_card, save_drafter, write_card
 from models.target import Target
 from models.tree import Path as Ranks
 from models.tree import chain, ordered_paths
@@ -219,6 +219,10 @@ def test_a_drafter_from_elsewhere_is_copied_with_its_new_tree(tmp_path):
 def test_drafters_without_a_static_tree_are_told_so(tmp_path):
     with pytest.raises(ValueError, match=r"models.ngram.Ngram needs no training and has no card; set decode.tree"):
         replant.replant(composed(*EXACT, f"out={tmp_path}", "drafter=ngram"))
+    target = {"name": "n", "fingerprint": "f", "width": 1}
+    write_card(Card("models.eagle3.Eagle3", {}, target, [2]), tmp_path)
+    with pytest.raises(ValueError, match=r"models.eagle3.Eagle3 grows its trees as it drafts and has no static one"):
+        replant.replant(composed(*EXACT, f"out={tmp_path}"))
 
 
 def test_the_table_sets_each_forecast_beside_what_it_was_worth():

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LlamaConfig
 
 from conf.schema import Optim, Run
@@ -31,7 +30,7 @@ from train.chat import Example
 from train.data import write_rows
 from train.features import Live, Source
 from train.loop import count
-from train.optim import optimizer_for, rate
+from train.optim import rate
 from train.sources import conversations_of
 from train.trees import NODES, WIDTH
 
@@ -49,13 +48,6 @@ data: {{heldout: 2}}
 optim: {{lr: 3.0e-3, steps: {STEPS}, batch: 3, warmup: 4, precision: fp32}}
 log: {{evaluate_every: 1, save_every: 5}}
 """
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerator():
-    """Accelerate refuses a second precision in one process."""
-    yield
-    AcceleratorState._reset_state(True)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +68,7 @@ def killed(folder: Path) -> Path:
     """The folder of a process that was killed after its first checkpoint."""
     process = forked("train", "--config-dir", "own", "conf=mine", log=folder / "killed.log")
     out = folder / "outputs" / "mine"
-    while not (out / "checkpoint" / "state.json").exists() and process.is_alive():
+    while checkpoint.found(out) is None and process.is_alive():
         time.sleep(0.005)
     process.kill()
     process.join()
@@ -86,7 +78,9 @@ def killed(folder: Path) -> Path:
 
 def left(out: Path) -> dict[str, Tensor]:
     """Weights and moments of the last checkpoint in `out`."""
-    return load_file(out / "checkpoint" / "state.safetensors")
+    folder = checkpoint.found(out)
+    assert folder is not None
+    return load_file(folder / checkpoint.TENSORS)
 
 
 def losses(text: str) -> list[str]:
@@ -99,8 +93,8 @@ def test_a_killed_and_resumed_run_equals_the_unbroken_one(folder, killed, monkey
     assert 0 < done < STEPS
     resumed, whole = folder / "resumed", folder / "whole"
     shutil.copytree(killed, resumed)
-    (resumed / ".checkpoint.part").mkdir(exist_ok=True)
-    (resumed / ".checkpoint.part" / "state.json").write_text("{half a")
+    (resumed / "checkpoints" / ".part").mkdir(exist_ok=True)
+    (resumed / "checkpoints" / ".part" / "state.json").write_text("{half a")
     job.train(mine(folder, "whole"))
     assert [file.name for file in sorted(whole.iterdir())] == ["drafter.yaml", "model.safetensors"]
     capsys.readouterr()
@@ -131,25 +125,6 @@ def test_a_finished_run_is_kept_unless_told_to_overwrite_it(folder, killed, tmp_
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == finished
     job.train(mine(folder, tmp_path / "out", *short, "seed=2", "optim.lr=0.1"))
     assert (tmp_path / "out" / "model.safetensors").read_bytes() != finished
-
-
-def test_a_checkpoint_is_found_after_a_kill_between_the_two_renames(tmp_path):
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    optimizer = optimizer_for(model.parameters(), Optim())
-    model(torch.ones(3)).sum().backward()
-    optimizer.step()
-    checkpoint.save_checkpoint(tmp_path, 7, model, optimizer, {"a": "b"})
-    (tmp_path / "checkpoint").rename(tmp_path / ".checkpoint.old")
-    twin = nn.Linear(3, 2)
-    other = optimizer_for(twin.parameters(), Optim())
-    assert checkpoint.load_checkpoint(tmp_path, twin, other) == 7
-    assert torch.equal(twin.weight, model.weight)
-    for index, slots in optimizer.state_dict()["state"].items():
-        for slot, value in slots.items():
-            assert torch.equal(other.state_dict()["state"][index][slot], value), slot
-    checkpoint.forget(tmp_path)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_card_says_what_was_trained(folder, killed):
@@ -213,9 +188,8 @@ def same(state: dict[str, Tensor], other: dict[str, Tensor], within: float) -> N
     assert state.keys() == other.keys()
     for name, value in state.items():
         scale = 1.0 if name.startswith("model") else value.double().abs().max().item() or 1.0
-        if name != "rng":
-            apart = (value.double() - other[name].double()).abs().max().item() / scale
-            assert apart <= within, (name, apart)
+        apart = (value.double() - other[name].double()).abs().max().item() / scale
+        assert apart <= within, (name, apart)
 
 
 def test_micro_batches_add_up_to_the_batch(folder, talks, one_batch, capsys):
@@ -247,7 +221,7 @@ def test_two_ranks_add_up_to_one_process(folder, talks, one_batch):
     assert losses(logs[1].read_text()) == []  # the second rank is silent
     same(one_batch[0], left(folder / "ranks"), 1e-5)
     assert sorted(file.name for file in (folder / "ranks").iterdir()) == [
-        "checkpoint",
+        "checkpoints",
         "drafter.yaml",
         "model.safetensors",
     ]
@@ -322,7 +296,7 @@ def test_acceptance_and_tree_are_those_of_the_conversations_held_out(talks, tmp_
     target = open_target(composed(*EXACT).target)
     drafter = Medusa(target.ends, heads=2)
     drafter.load_state_dict(
-        {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
+        {name.removeprefix("model.drafter."): value for name, value in state.items() if name.startswith("model.")}
     )
     seen, hits, shared = [0, 0], [0, 0], [0.0, 0.0]
     ranks: dict[tuple[int, int], list[int]] = {}

@@ -3,14 +3,25 @@
 import shutil
 from pathlib import Path
 
-from accelerate import Accelerator
 from rich.console import Console
 
-from conf.schema import Run
+from conf.schema import Features, Run
 from decode.opening import find_drafter, open_target
-from models.shelf import CARD, WEIGHTS, Card, load_drafter, make_folder, read_card, require_target, write_card
-from train.features import Source
-from train.job import conversations, reader_for
+from models.drafter import Drafter
+from models.shelf import (
+    CARD,
+    WEIGHTS,
+    Card,
+    family_class,
+    load_drafter,
+    make_folder,
+    read_card,
+    require_target,
+    write_card,
+)
+from train.features import Live, Reader, Source
+from train.job import conversations
+from train.store import open_store
 from train.trees import NODES, compared, recommend
 
 
@@ -26,18 +37,21 @@ def replant(run: Run) -> None:
     if not here and (out / CARD).exists() and not run.overwrite:
         raise ValueError(f"{out} holds another drafter than {found}; choose out=, or overwrite=true to replace it")
     card = read_card(found)
+    if family_class(card.family, card.knobs).ranks is Drafter.ranks:
+        raise ValueError(
+            f"{card.family} grows its trees as it drafts and has no static one to search; use decode.tree=dynamic"
+        )
     make_folder(out)
     target = open_target(run.target)
     require_target(card, found, target.identity)
     drafter = load_drafter(found, card, target.ends, target.dtype)
     target.tap(drafter.taps)
-    _, _, held = conversations(run, target)
-    source = Source(held, reader_for(run, target, held, Accelerator()), run.optim.batch, run.seed)
-    turns = recommend(drafter, source, card, max(NODES, run.decode.nodes))
-    if not turns:
-        raise ValueError(
-            f"{card.family} takes one step after the other and grows its trees as it drafts; it has no static one to search"
-        )
+    _, _, held = conversations(run, quiet=False)
+    reader: Reader = Live(target)
+    if run.data.features is Features.cached:
+        reader = open_store(run.data.store, target, held)
+        reader.fill(target, held)
+    turns = recommend(drafter, Source(held, reader, run.optim.batch, run.seed), card, max(NODES, run.decode.nodes))
     if len(turns) > 3:
         Console().print(compared(turns))
     if not here:
