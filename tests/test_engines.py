@@ -22,7 +22,7 @@ from models.tree import chain
 from reference import marked_batch
 from runs import composed, forked, said
 from train import checkpoint, job
-from train.engine import check, engine_for
+from train.engines import check, engine_for
 from train.optim import accumulated, optimizer_for, rate
 from train.trainee import Trainee, apply
 

@@ -109,8 +109,8 @@ def random_target(width: int, layers: int) -> str:
 
 MEASURED = {
     "medusa, wide": ["drafter=medusa", "drafter.layers=4", random_target(1536, 1)],
-    "eagle3": ["drafter=eagle3", "drafter.steps=3", random_target(2048, 4)],
-    "a large target": ["drafter=medusa", random_target(2048, 16)],
+    "eagle3": ["drafter=eagle3", "drafter.steps=3", random_target(1536, 3)],
+    "a large target": ["drafter=medusa", random_target(1024, 8)],
 }
 
 

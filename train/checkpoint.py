@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from conf.schema import Run
-from train.engine import Engine, put, weights_of
+from train.engines import Engine, put, weights_of
 from train.judge import Verdict
 
 HOME, TENSORS, BEST, REST = "checkpoints", "state.safetensors", "best.safetensors", "state.json"
@@ -123,7 +123,8 @@ def every(out: Path) -> list[Path]:
 
 def found(out: Path) -> Path | None:
     """The run's last whole checkpoint."""
-    return every(out)[-1] if every(out) else None
+    whole = every(out)
+    return whole[-1] if whole else None
 
 
 def step_of(checkpoint: Path) -> int:

@@ -24,8 +24,8 @@ from train import checkpoint, optim
 from train.bodiless import Bodiless
 from train.chat import Example
 from train.data import load_examples, spoken
-from train.engine import Engine, engine_for, put
-from train.engine import check as check_engine
+from train.engines import Engine, engine_for, put
+from train.engines import check as check_engine
 from train.features import Live, Reader, Source, masks_of
 from train.judge import Judge, Trial, Verdict, prompts_of
 from train.log import plain

@@ -15,7 +15,7 @@ from models.drafter import Budget, Drafter, FeatureBatch
 from models.target import Target
 from models.tree import chain
 from train.chat import Example
-from train.engine import Engine
+from train.engines import Engine
 from train.features import Source
 from train.trainee import Trainee
 

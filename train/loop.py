@@ -9,7 +9,7 @@ from conf.schema import Run
 from models.drafter import Drafter
 from train.alarm import Asked, Stopped, Watch
 from train.checkpoint import Keeper, Progress, throw
-from train.engine import Engine
+from train.engines import Engine
 from train.features import Source
 from train.judge import Judge
 from train.log import Journal

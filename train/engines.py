@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from conf.schema import Kind, Optim
-from models.drafter import FeatureBatch
+from models.drafter import FeatureBatch, Loss
 from train.optim import optimizer_for
 from train.trainee import Trainee
 
@@ -50,7 +50,7 @@ class Engine:
         Until the `last` micro-batch of a step gradients are only added up; then ranks exchange them.
         """
         with self._exchanging(last):
-            loss = self.module(batch).total / counted
+            loss = self._total(batch) / counted
             self._backward(loss * self.ranks)  # ranks are averaged over; this is a sum
         return loss.detach()
 
@@ -132,6 +132,10 @@ class Engine:
     def _exchanging(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last else self.accelerator.no_sync(self.module)
 
+    def _total(self, batch: FeatureBatch) -> Tensor:
+        total: Tensor = self.module(batch).total
+        return total
+
     def _backward(self, loss: Tensor) -> None:
         loss.backward()
 
@@ -180,6 +184,18 @@ class Fsdp2(Engine):
         return distribute_tensor(value.to(self.device), parameter.device_mesh, parameter.placements)
 
 
+class Anchored(nn.Module):
+    """The trainee with an input that has a gradient: ZeRO-3 lets a module's weights go once its inputs have theirs."""
+
+    def __init__(self, trainee: Trainee):
+        super().__init__()
+        self.trainee = trainee
+
+    def forward(self, batch: FeatureBatch, anchor: Tensor) -> Loss:
+        loss: Loss = self.trainee(batch)
+        return loss._replace(total=loss.total + 0 * anchor)
+
+
 class Zero(Engine):
     """DeepSpeed's ZeRO: moments (stage 1), gradients (2) and weights (3) are shared out among the ranks."""
 
@@ -196,7 +212,9 @@ class Zero(Engine):
 
         self.deepspeed, self.trainee = deepspeed, trainee
         deepspeed.logger.setLevel("WARNING")
-        deepspeed.utils.set_z3_leaf_module(trainee, True)  # weights come together: a drafter may read any, at any time
+        anchored = Anchored(trainee)
+        self.anchor = torch.zeros((), device=self.device, requires_grad=True)
+        deepspeed.utils.set_z3_leaf_module(anchored, True)  # weights come together: a drafter may read any, at any time
         config = {
             "train_micro_batch_size_per_gpu": optim.batch,
             "gradient_accumulation_steps": optim.accumulate,
@@ -205,7 +223,7 @@ class Zero(Engine):
             "zero_allow_untested_optimizer": True,
         }
         optimizer = optimizer_for(trainee.groups(), optim)
-        self.module, self.optimizer, *_ = deepspeed.initialize(model=trainee, optimizer=optimizer, config=config)
+        self.module, self.optimizer, *_ = deepspeed.initialize(model=anchored, optimizer=optimizer, config=config)
 
     def step(self, rate: float, clip: float) -> Tensor:
         self._set(rate)
@@ -265,6 +283,10 @@ class Zero(Engine):
     def _exchanging(self, last: bool) -> AbstractContextManager[Any]:
         self.module.set_gradient_accumulation_boundary(last)
         return nullcontext()
+
+    def _total(self, batch: FeatureBatch) -> Tensor:
+        total: Tensor = self.module(batch, self.anchor).total
+        return total
 
     def _backward(self, loss: Tensor) -> None:
         self.module.backward(loss, scale_wrt_gas=False)
