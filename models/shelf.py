@@ -38,25 +38,24 @@ class Card:
     training: dict[str, Any] = field(default_factory=dict)
     acceptance: dict[str, Any] = field(default_factory=dict)  # by depth, on held-out conversations
     meaning: dict[str, str] = field(default_factory=dict)  # of knobs whose names mean other things elsewhere
-    forecast: dict[int, float] = field(default_factory=dict)  # tau of the tree's first nodes, by their number
     schema: int = SCHEMA
+    forecast: dict[int, float] = field(default_factory=dict)  # tau of the tree's first nodes, by their number
 
 
 def save_drafter(drafter: Drafter, card: Card, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write both files beside their names and rename; the card comes last, so a new folder with a card is whole."""
+    """Write both files beside their names and rename; the card comes last, so a folder with a card is whole."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: (value.to(dtype) if value.is_floating_point() else value).contiguous().cpu()
         for name, value in drafter.state_dict().items()
     }
-    # save_file would leave it readable to its owner alone
-    write_whole(folder / WEIGHTS, save(tensors, metadata={"format": "pt"}))
-    write_card(card, folder)
-
-
-def write_card(card: Card, folder: Path) -> None:
-    """The card alone, in place of the one that `folder` may have."""
-    write_whole(folder / CARD, yaml.safe_dump(asdict(card), sort_keys=False, default_flow_style=None, width=110))
+    weights, text = folder / f".{WEIGHTS}.part", folder / f".{CARD}.part"
+    weights.write_bytes(
+        save(tensors, metadata={"format": "pt"})
+    )  # save_file would leave it readable to its owner alone
+    text.write_text(yaml.safe_dump(asdict(card), sort_keys=False, default_flow_style=None, width=110))
+    weights.rename(folder / WEIGHTS)
+    text.rename(folder / CARD)
 
 
 def read_card(folder: Path) -> Card:
@@ -87,6 +86,11 @@ def read_card(folder: Path) -> Card:
     if wrong:
         raise ValueError(f"{file} is no card of a drafter: {', '.join(wrong)}; download or train the drafter again")
     return Card(**fields)
+
+
+def write_card(card: Card, folder: Path) -> None:
+    """The card alone, in place of the one that `folder` has."""
+    write_whole(folder / CARD, yaml.safe_dump(asdict(card), sort_keys=False, default_flow_style=None, width=110))
 
 
 def require_target(card: Card, folder: Path, target: Identity) -> None:

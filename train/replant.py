@@ -10,7 +10,6 @@ from decode.opening import find_drafter, open_target
 from models.drafter import Drafter
 from models.shelf import (
     CARD,
-    WEIGHTS,
     Card,
     family_class,
     load_drafter,
@@ -55,6 +54,7 @@ def replant(run: Run) -> None:
     if len(turns) > 3:
         Console().print(compared(turns))
     if not here:
-        shutil.copyfile(found / WEIGHTS, out / WEIGHTS)
+        for file in found.glob("*.safetensors"):
+            shutil.copyfile(file, out / file.name)
     write_card(card, out)
     print(f"the tree of up to {len(card.tree) + 1} nodes is in {out / CARD}")
