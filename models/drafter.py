@@ -80,6 +80,11 @@ class Drafter(nn.Module):
     taps: tuple[int, ...] = ()  # () reads the last hidden state only, or nothing
     needs_training = True  # False: it drafts for any target as it is made, from its knobs alone
 
+    @classmethod
+    def reach(cls, knobs: dict[str, Any]) -> int | None:
+        """How deep a drafter with these knobs can guess at all; None: as deep as it is asked to."""
+        return None
+
     def learn_vocabulary(self, counts: Tensor) -> None:
         """Choose a draft vocabulary from how often the target said each token, `counts` [V]; most drafters use all."""
 

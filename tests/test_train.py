@@ -20,9 +20,10 @@ from conf.schema import Optim, Run
 from decode.opening import open_target
 from models.ends import Ends
 from models.medusa import Medusa
+from models.search import best_tree
 from models.shelf import read_card
 from models.source import byte_tokenizer
-from models.tree import best_tree, ordered_paths
+from models.tree import ordered_paths
 from runs import changed, composed, forked, said
 from train import checkpoint, job
 from train.chat import Example
@@ -31,6 +32,7 @@ from train.features import Live, Source
 from train.loop import count
 from train.optim import rate
 from train.sources import conversations_of
+from train.trees import NODES, WIDTH
 
 STEPS = 40
 EXACT = ("target.dtype=fp32", "optim.precision=fp32")
@@ -135,7 +137,7 @@ def test_the_card_says_what_was_trained(folder, killed):
     assert (card.target["name"], card.target["width"], card.target["vocabulary"]) == ("tiny", 64, 257)
     assert (card.training["conf"], card.training["conversations"], card.training["optim"]["steps"]) == ("mine", 8, 2)
     assert sorted(map(list, ordered_paths(card.tree))) == sorted(card.tree)
-    assert 0 < len(card.tree) < job.MOST_NODES
+    assert 0 < len(card.tree) < NODES
     assert all(len(values) == 2 for values in card.acceptance.values())
     assert card.acceptance["positions"] > [0, 0]
 
@@ -307,15 +309,16 @@ def test_acceptance_and_tree_are_those_of_the_conversations_held_out(talks, tmp_
                 seen[k - 1] += 1
                 hits[k - 1] += int(draft.argmax()) == ids[at + k + 1]
                 shared[k - 1] += torch.minimum(draft.softmax(0), logits[at + k].softmax(0)).sum().item()
-                right = (draft.topk(10).indices == ids[at + k + 1]).nonzero().flatten().tolist()
+                right = (draft.topk(WIDTH).indices == ids[at + k + 1]).nonzero().flatten().tolist()
                 ranks.setdefault((talk, at), [-1, -1])[k - 1] = right[0] if right else -1
+    turns = [torch.tensor([found for (talk, _), found in ranks.items() if talk == one]) for one in range(3)]
     card = read_card(tmp_path)
     assert card.acceptance["positions"] == seen
     assert card.acceptance["greedy"] == pytest.approx([hit / n for hit, n in zip(hits, seen, strict=True)], abs=1e-4)
     assert card.acceptance["sampled"] == pytest.approx(
         [mass / n for mass, n in zip(shared, seen, strict=True)], abs=2e-4
     )
-    assert card.tree == [list(path) for path in best_tree(torch.tensor(list(ranks.values())), job.MOST_NODES)]
+    assert card.tree == [list(path) for path in best_tree(turns, NODES)]
 
 
 def test_the_gradient_is_clipped_as_a_whole(talks, tmp_path, capsys):

@@ -21,7 +21,6 @@ from models.drafter import Drafter
 from models.ends import layer_weights
 from models.shelf import CARD, Card, family_class, knobs_of, make_folder, save_drafter
 from models.target import Target, resolve_dtype
-from models.tree import best_tree
 from train import checkpoint, optim
 from train.bodiless import Bodiless
 from train.chat import Example
@@ -36,8 +35,7 @@ from train.plan import plan
 from train.sources import require_there, rows_of
 from train.store import open_store
 from train.trainee import Trainee, apply
-
-MOST_NODES = 64  # of the tree that a card recommends; a measurement takes the first `decode.nodes` of them
+from train.trees import recommend
 
 
 def train(run: Run) -> None:
@@ -83,8 +81,9 @@ def finish(
     best, out, drafter = progress.best, Path(run.out), trainee.drafter
     assert best is not None
     put(progress.weights, trainee)
-    tree = recommended_tree(drafter, heldout)
-    save_drafter(drafter, card(run, drafter, target, tree, best, taught), out, torch.bfloat16)
+    said = card(run, drafter, target, best, taught)
+    recommend(drafter, heldout, said)
+    save_drafter(drafter, said, out, torch.bfloat16)
     checkpoint.forget(out)
     print(f"the drafter is in {out}; measure it: python decode/run.py conf={run.conf_name} trained={out}")
 
@@ -253,18 +252,8 @@ def evenly(examples: list[Example], count: int | None) -> list[Example]:
     return [examples[index * len(examples) // count] for index in range(count)]
 
 
-def recommended_tree(drafter: Drafter, heldout: Source) -> list[list[int]]:
-    """The static tree that held-out text favours, its best nodes first; [] for drafters that make their own."""
-    drafter.eval()
-    seen = [drafter.ranks(heldout.features(piece), width=10) for piece in heldout.everything()]
-    known = [ranks for ranks in seen if ranks is not None]
-    return [list(path) for path in best_tree(torch.cat(known), MOST_NODES)] if known else []
-
-
-def card(
-    run: Run, drafter: Drafter, target: Target | Bodiless, tree: list[list[int]], best: Verdict, taught: list[Example]
-) -> Card:
-    """What the drafter's card says."""
+def card(run: Run, drafter: Drafter, target: Target | Bodiless, best: Verdict, taught: list[Example]) -> Card:
+    """What the drafter's card says, but for its tree."""
     training = {
         "conf": run.conf_name,
         "data": run.data.path,
@@ -282,8 +271,7 @@ def card(
         knobs_of(run.drafter),
         asdict(target.identity),
         list(drafter.taps),
-        tree,
-        training,
-        best.acceptance,
-        drafter.meaning(),
+        training=training,
+        acceptance=best.acceptance,
+        meaning=drafter.meaning(),
     )
