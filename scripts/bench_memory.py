@@ -48,7 +48,9 @@ def main() -> None:
     assert weight.grad is not None
     assert weight.grad.any()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(f"{rows} guesses over {VOCABULARY} tokens: {(peak - before - gradient) / 1e9:.3f} GB beyond weights and gradients")
+    print(
+        f"{rows} guesses over {VOCABULARY} tokens: {(peak - before - gradient) / 1e9:.3f} GB beyond weights and gradients"
+    )
 
 
 if __name__ == "__main__":

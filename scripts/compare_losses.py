@@ -50,7 +50,9 @@ def rows(home: Path, overrides: Sequence[str]) -> Iterator[list[str]]:
 
 def main() -> None:
     if len(sys.argv) < 2 or "=" in sys.argv[1]:
-        sys.exit("give the folder that the drafters stay in, then overrides: compare_losses.py FOLDER [optim.steps=600]")
+        sys.exit(
+            "give the folder that the drafters stay in, then overrides: compare_losses.py FOLDER [optim.steps=600]"
+        )
     table = list(rows(Path(sys.argv[1]).resolve(), sys.argv[2:]))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table:
