@@ -446,3 +446,21 @@ def loss_of_chains(
                 else:
                     total = total + share * weight * loss_of_guess(name, target, draft, label)
     return total
+
+
+def attention_by_query(
+    queries: Tensor, pairs: tuple[Tensor, Tensor], at: Tensor, document: Tensor, own: Sequence[tuple[Tensor, Tensor]]
+) -> Tensor:
+    """[B, H, Q, C] each query's softmax over the keys up to its position in its document and its own in `own`, one by one."""
+    rows, heads, count, width = queries.shape
+    shared = heads // pairs[0].shape[1]
+    found = []
+    for row, head, query in itertools.product(range(rows), range(heads), range(count)):
+        place, group = int(at[row, query]), head // shared
+        seen = [there for there in range(place + 1) if document[row, there] == document[row, place]]
+        keys, values = (
+            torch.stack([one[row, group, there] for there in seen] + [pair[number][row, group, query] for pair in own])
+            for number, one in enumerate(pairs)
+        )
+        found.append((keys @ queries[row, head, query] * width**-0.5).softmax(0) @ values)
+    return torch.stack(found).view(rows, heads, count, width)
