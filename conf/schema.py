@@ -28,6 +28,13 @@ class Reasoning(Enum):
     drop = "drop"
 
 
+class Api(Enum):
+    """How an endpoint is asked: by the prompt's token ids, or by messages, which its own template renders."""
+
+    completions = "completions"
+    chat = "chat"
+
+
 class Wandb(Enum):
     """Where curves go."""
 
@@ -184,9 +191,15 @@ class Regenerate:
     count: int = 1000  # questions to imagine
     out: str | None = None
     tokens: int = 160
-    rows: int = 64
+    rows: int = 64  # answers under way at a time
     longest: int = 512  # longer prompts are left out
     temperature: float = 0.0
+    drafter: str | None = None  # answers sooner, with the same words: a conf, folder or Hub name; its tree is decode's
+    url: str | None = None  # an OpenAI-compatible endpoint that serves the target, such as http://localhost:8000/v1
+    model: str | None = None  # what it calls the target; null: the only one it serves
+    api: Api = Api.completions  # chat for servers that take no token ids, such as TGI; theirs are the sampling defaults
+    timeout: float = 600.0  # seconds that it may take over one answer
+    tries: int = 8  # a question; a minute in all where the server is gone
 
 
 @dataclass

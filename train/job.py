@@ -1,5 +1,6 @@
 """A training job: build target and drafter, fit, save."""
 
+import copy
 import hashlib
 import json
 import os
@@ -59,6 +60,7 @@ def train(run: Run) -> None:
         bf16 = resolve_dtype(run.optim.precision, engine.device) is torch.bfloat16
         trainee = Trainee(drafter, bf16)
         judge = Judge(heldout, engine, trial_of(run, target, drafter, held))
+        apply(run.engine, drafter)
         progress = fit(trainee, source, judge, run, engine, checkpoint.Keeper(out, config, run, engine.first))
         with engine.whole():
             if engine.first:
@@ -97,7 +99,6 @@ def taught_by(run: Run, target: Target | Bodiless, known: list[Example]) -> Draf
     drafter.learn_vocabulary(torch.bincount(said, minlength=target.identity.vocabulary))
     drafter.learn_successors(before, said)
     drafter.inherit(lambda number: layer_weights(target_folder(run.target), number))
-    apply(run.engine, drafter)
     return drafter
 
 
@@ -115,10 +116,10 @@ def trial_of(run: Run, target: Target | Bodiless, drafter: Drafter, held: list[E
     """The short decode of every evaluation, where log.prompts asks for one."""
     if not run.log.prompts or isinstance(target, Bodiless):
         return None
-    make = lambda: instantiate(run.drafter, _partial_=True)(target.ends)  # noqa: E731
+    twin = copy.deepcopy(drafter, {id(target.ends): target.ends}).to(target.device, target.dtype).eval()
     prompts = [prompt for prompt in prompts_of(held, run.log.prompts) if len(prompt) + run.log.tokens <= target.context]
     depth = min(run.decode.depth, len(drafter.counts(*masks_of(held[:1]))))
-    return Trial(target, make, prompts, run.log.tokens, depth)
+    return Trial(target, twin, prompts, run.log.tokens, depth)
 
 
 def extract(run: Run) -> None:

@@ -3,7 +3,7 @@
 R rows of held-out text, K depths.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -43,23 +43,21 @@ class Verdict:
 
 @dataclass
 class Trial:
-    """A short real decode: chains over `prompts`, each rank its share. `make` gives an empty drafter to decode with."""
+    """A short real decode: chains over `prompts`, each rank its share. `twin` is a drafter to decode with, in the target's precision."""
 
     target: Target
-    make: Callable[[], Drafter]
+    twin: Drafter
     prompts: Sequence[list[int]]
     tokens: int
     depth: int
 
     def run(self, drafter: Drafter, engine: Engine) -> float:
         """Tau: 1 + accepted guesses over rounds, of all ranks together."""
-        twin = self.make()
-        twin.load_state_dict(drafter.state_dict())
-        twin = twin.to(self.target.device, self.target.dtype).eval()
+        self.twin.load_state_dict(drafter.state_dict())
         taps = self.target.taps
         mine = self.prompts[engine.rank :: engine.ranks]
         budget = Budget(tuple(chain(self.depth)), self.depth + 1)
-        runs = [generate(self.target, twin, [prompt], self.tokens, budget) for prompt in mine]
+        runs = [generate(self.target, self.twin, [prompt], self.tokens, budget) for prompt in mine]
         self.target.tap(taps)
         texts = [text for run in runs for text in run.generations]
         counts = [sum(sum(text.accepted) for text in texts), sum(len(text.steps) for text in texts)]

@@ -5,7 +5,6 @@ P parameters that are trained, N ranks, D width, L taps.
 
 import os
 import re
-import resource
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -63,10 +62,10 @@ def plan(run: Run) -> None:
     console, machine = Console(), machine_of(run)
     run.optim.accumulate = accumulated(run.optim, machine.ranks)
     config = config_of(run.target)
-    drafter, frozen = outlined(run, config)
+    drafter, ends, frozen = outlined(run, config)
     tokens = min(run.data.longest, getattr(config, "max_position_embeddings", run.data.longest))
-    probed = probe(run, config, drafter, tokens, machine.device)
-    sizes = sizes_of(run, config, drafter, frozen, tokens, probed)
+    probed = probe(run, config, drafter, ends, tokens, machine.device)
+    sizes = sizes_of(run, drafter, ends, frozen, tokens, probed)
     kind = chosen(run, machine)
     console.print(
         f"{run.conf_name}: {sizes.trained:,} parameters are trained, {sizes.frozen:,} of {run.target.name} are frozen"
@@ -96,20 +95,18 @@ def chosen(run: Run, machine: Machine) -> Kind:
     return Kind.single if machine.ranks == 1 else Kind.ddp
 
 
-def outlined(run: Run, config: PretrainedConfig) -> tuple[Drafter, int]:
-    """The drafter without its numbers, and how many parameters the target has."""
+def outlined(run: Run, config: PretrainedConfig) -> tuple[Drafter, Ends, int]:
+    """The drafter and the target's ends without their numbers, and how many parameters the target has."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-        drafter: Drafter = instantiate(run.drafter, _partial_=True)(Ends.of(model))
-    return drafter, sum(parameter.numel() for parameter in model.parameters())
+        ends = Ends.of(model)
+        drafter: Drafter = instantiate(run.drafter, _partial_=True)(ends)
+    return drafter, ends, sum(parameter.numel() for parameter in model.parameters())
 
 
-def sizes_of(
-    run: Run, config: PretrainedConfig, drafter: Drafter, frozen: int, tokens: int, probed: "Probed | None"
-) -> Sizes:
+def sizes_of(run: Run, drafter: Drafter, ends: Ends, frozen: int, tokens: int, probed: "Probed | None") -> Sizes:
     """The sizes of a run whose rows are `tokens` long."""
-    ends, device = drafter.ends, torch.device("cuda" if run.machine or torch.cuda.is_available() else "cpu")
-    assert isinstance(ends, Ends)
+    device = torch.device("cuda" if run.machine or torch.cuda.is_available() else "cpu")
     item = resolve_dtype(run.target.dtype, device).itemsize
     tied = ends.head is ends.embedding
     body = {"4bit": 0.5, "8bit": 1.0}.get(run.target.quantization or "", item)
@@ -226,11 +223,12 @@ class Probed:
     second_per_flop: float
 
 
-def probe(run: Run, config: PretrainedConfig, outline: Drafter, tokens: int, device: torch.device) -> Probed | None:
+def probe(
+    run: Run, config: PretrainedConfig, outline: Drafter, shape: Ends, tokens: int, device: torch.device
+) -> Probed | None:
     """Run a step of a drafter of this shape on random features; None where it would take too long or too much memory."""
     trained = sum(parameter.numel() for parameter in outline.parameters())
-    assert isinstance(outline.ends, Ends)
-    ends_size = 2 * outline.ends.head.numel()
+    ends_size = 2 * shape.head.numel()
     rows = run.optim.batch
     if (
         device.type != "cpu"
@@ -238,7 +236,7 @@ def probe(run: Run, config: PretrainedConfig, outline: Drafter, tokens: int, dev
         or 4 * (2 * trained + ends_size) > psutil.virtual_memory().available / 2
     ):
         return None
-    ends = Ends(torch.zeros(outline.ends.head.shape), torch.randn(outline.ends.head.shape) * 0.02, None, config)
+    ends = Ends(torch.zeros(shape.head.shape), torch.randn(shape.head.shape) * 0.02, None, config)
     drafter: Drafter = instantiate(run.drafter, _partial_=True)(ends)
     apply(run.engine, drafter)
     trainee = Trainee(drafter, resolve_dtype(run.optim.precision, device) is torch.bfloat16)
@@ -260,16 +258,17 @@ def invented(rows: int, tokens: int, ends: Ends, taps: int) -> FeatureBatch:
 
 def peak_from_here() -> float:
     """Forget the peak of this process's memory so far, where the kernel can; bytes in use now."""
-    Path("/proc/self/clear_refs").write_text("5")
+    if (forget := Path("/proc/self/clear_refs")).exists():
+        forget.write_text("5")
     return float(psutil.Process().memory_info().rss)
 
 
 def peak() -> float:
-    """The most bytes that this process has had in use."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM"):
-            return float(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+    """The most bytes that this process has had in use since; where the kernel does not say, the bytes in use now."""
+    said = Path("/proc/self/status")
+    lines = said.read_text().splitlines() if said.exists() else []
+    high = [float(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")]
+    return high[0] if high else float(psutil.Process().memory_info().rss)
 
 
 def second_per_flop() -> float:
