@@ -18,12 +18,14 @@ from transformers import LlamaConfig
 
 from conftest import tiny_config
 from models.drafter import Budget, Committed, Drafter, FeatureBatch, asked
-from models.eagle3 import Eagle3, Growing, default_taps
+from models.eagle3 import Eagle3
+from models.fused import default_taps
 from models.ends import Ends, layer_weights
 from models.losses import soft_loss
 from models.sampling import Voice
 from models.shelf import Card, load_drafter, read_card, save_drafter
 from models.source import from_random
+from models.stack import Growing
 from reference import marked_batch
 
 GOLDEN = Path(__file__).parent / "golden"
