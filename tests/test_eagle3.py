@@ -19,8 +19,8 @@ from transformers import LlamaConfig
 from conftest import tiny_config
 from models.drafter import Budget, Committed, Drafter, FeatureBatch, asked
 from models.eagle3 import Eagle3
-from models.fused import default_taps
 from models.ends import Ends, layer_weights
+from models.fused import default_taps
 from models.losses import soft_loss
 from models.sampling import Voice
 from models.shelf import Card, load_drafter, read_card, save_drafter
