@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from torch.nn.functional import smooth_l1_loss
 
 from models.drafter import Committed, FeatureBatch, Loss, ahead, asked
+from models.eagle3 import Seats
 from models.ends import Ends, FrozenHead
 from models.fused import check_reach
 from models.layer import Layer, PlainLayer, layer_config
-from models.losses import Teacher, overlap, soft_loss, summed
+from models.losses import Head, Objective
+from models.questions import Questions
+from models.sight import Sight
 from models.stack import FeatureDrafter
 from models.vocabulary import DraftVocabulary
 
@@ -22,8 +25,8 @@ from models.vocabulary import DraftVocabulary
 class Eagle(FeatureDrafter):
     """A fusion of embedding and state, one decoder layer without a norm before attention, and the target's frozen head.
 
-    The loss is smooth L1 between foretold and true state, plus `cross` times the cross-entropy of what the head makes of
-    the two. While it learns, states carry uniform noise of up to `noise` times 512 / (tokens of the conversation), so
+    The loss is smooth L1 between foretold and true state, plus `cross` times the divergence of what the head makes of the
+    two (Li et al. have the cross-entropy, which differs by what no drafter can change). While it learns, states carry uniform noise of up to `noise` times 512 / (tokens of the conversation), so
     that it also reads its own, less exact ones. `fc_bias` False where vLLM is to serve it. `window` and `stretch`
     change no weight: how far attention looks back, and what positions are divided by.
     """
@@ -43,6 +46,7 @@ class Eagle(FeatureDrafter):
             raise ValueError(f"noise={noise} cross={cross}: neither may be below 0")
         check_reach(window, stretch, 1)
         self.ends, self.noise, self.cross, self.window = ends, noise, cross, window
+        self.objective = Objective()
         self.vocabulary = DraftVocabulary(vocabulary, ends.vocabulary)
         config = layer_config(ends.config, ends.width)
         self.fc = nn.Linear(2 * ends.width, ends.width, bias=fc_bias)
@@ -87,41 +91,29 @@ class Eagle(FeatureDrafter):
 
     def training_loss(self, batch: FeatureBatch) -> Loss:
         """Every state that says a token of the target's, foretold from the true states before it."""
-        (where,) = asked(batch.loss_mask, batch.document, 1)
-        row, at = where.nonzero(as_tuple=True)
-        foretold = self.foretold(batch, where)
-        label = self.vocabulary.to_draft(batch.input_ids[row, at + 2])
-        loss, hits, shared = summed(self._grade, foretold, batch.last_hidden[row, at + 1], label)
-        seen = where.sum().float()
-        return Loss(loss, seen, seen[None], hits.detach()[None], shared.detach()[None])
+        questions = Questions.of(batch, 1)
+        ((row, at),) = questions.places
+        foretold = self.foretold(batch, questions)
+        head, finish = self.head.rows(self.vocabulary.ids), self.ends.finish
+        crossed = self.objective.loss(
+            batch, questions, [foretold], Head(*head, finish), self.ends, self.vocabulary, measure=not self.training
+        )
+        true = batch.last_hidden[row, at + 1].float()
+        apart = smooth_l1_loss(foretold.float(), true, reduction="none").mean(-1).sum()
+        return crossed._replace(total=apart + self.cross * crossed.total)
 
-    def foretold(self, batch: FeatureBatch, where: Tensor) -> Tensor:
-        """[R, D] the states that follow the positions `where` [B, T] marks."""
+    def foretold(self, batch: FeatureBatch, questions: Questions) -> Tensor:
+        """[R, D] the states that follow the places where `questions` ask."""
         state = batch.last_hidden + self._noise(batch) if self.training else batch.last_hidden
         pair, base = self.inputs(ahead(batch.input_ids, 1), state)
-        attention, position = self.layer.self_attn, batch.position
-        most = int(where.sum(1).max())
-        asking = (~where).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]  # [B, Q] padded with unmarked ones
-        rows = torch.arange(len(asking), device=asking.device)[:, None]
-        seen = batch.document[:, None] == batch.document[rows, asking][..., None]
-        back = batch.position[rows, asking][..., None] - position[:, None]
-        seen = seen & (back >= 0) & (back < (self.window or back.shape[-1] + 1))
-        queries = attention.queries(pair[rows, asking], position[rows, asking])
-        mixed = attention.mixed(queries, attention.pairs(pair, position), seen)
-        return self.layer.outputs(base[rows, asking], mixed)[where[rows, asking]]
+        attention, (row, at), seats = self.layer.self_attn, questions.places[0], Seats(batch, questions)
+        sight = Sight(seats.padded(at[:, None], 0)[..., 0], batch.document, self.window)
+        queries = seats.spread(attention.queries(pair[row, at][None], batch.position[row, at][None]), 0)
+        found = attention.found_with_own(queries, attention.pairs(pair, batch.position), sight, [])
+        return self.layer.outputs(base[row, at], attention.o_proj(seats.gathered(found, 0)))
 
     def _noise(self, batch: FeatureBatch) -> Tensor:
         """[B, T, D] drawn on the CPU, whose generator a checkpoint keeps; padding is alone and reads nothing."""
         drawn = torch.rand(batch.last_hidden.shape).to(batch.last_hidden) * 2 - 1
         tokens = (batch.document[:, None] == batch.document[..., None]).sum(-1, keepdim=True)
         return drawn * (self.noise * 512 / tokens).to(drawn.dtype)
-
-    def _grade(self, foretold: Tensor, hidden: Tensor, label: Tensor) -> Tensor:
-        """[3] loss, hits and overlap of the states `foretold` [R, D] where the target had `hidden` [R, D]."""
-        draft_logits = self.says(foretold)
-        teacher = Teacher.of(self.ends, hidden, self.vocabulary.ids)
-        apart = smooth_l1_loss(foretold.float(), hidden.float(), reduction="none").mean(-1).sum()
-        loss = apart + self.cross * soft_loss(draft_logits, teacher.log_probs)
-        hits = (draft_logits.argmax(-1) == label).sum()
-        shared = torch.zeros_like(loss) if self.training else overlap(draft_logits, teacher)
-        return torch.stack([loss, hits.to(loss.dtype), shared.to(loss.dtype)])

@@ -106,9 +106,12 @@ class FrozenHead:
 
     def pack(self, ids: Tensor | None) -> None:
         """Lay the rows `ids` [V] out for products of a few states; they can no longer teach."""
+        self.packed = PackedLinear(*self.rows(ids))
+
+    def rows(self, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The matrix [V, D] and the bias [V] of the tokens `ids` [V], None for all."""
         rows = slice(None) if ids is None else ids
-        bias = self.ends.bias
-        self.packed = PackedLinear(self.ends.head[rows], None if bias is None else bias[rows])
+        return self.ends.head[rows], None if self.ends.bias is None else self.ends.bias[rows]
 
     def __call__(self, hidden: Tensor, ids: Tensor | None) -> Tensor:
         """Logits [..., V] of the tokens `ids` [V], None for all, from final hidden states [..., D]."""

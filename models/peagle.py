@@ -8,7 +8,6 @@ B rows, T positions, E elements, N = T + E, K depths, D width, L taps, V draft v
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,8 @@ from models.ends import Ends
 from models.fused import Fused
 from models.growth import grow
 from models.layer import Layer, PlainLayer
-from models.losses import Teacher, overlap, soft_loss, summed
+from models.losses import Head, Objective
+from models.questions import Questions
 from models.sampling import Voice
 from models.stack import Memory, last_pairs, read
 from models.tree import TokenTree
@@ -28,7 +28,7 @@ from models.tree import TokenTree
 class PEagle(Fused):
     """`depths` guesses from one pass of `layers` layers.
 
-    Depth d learns at max(`keep` ** d, `least`) of the places where it is asked (COD sampling). `mask_token` is what
+    `loss` and `decay` are models.losses.Objective's. Depth d learns at max(`keep` ** d, `least`) of the places where it is asked (COD sampling). `mask_token` is what
     stands for tokens not yet known, None the last of the vocabulary. models/fused.py says what the other knobs are.
     """
 
@@ -38,6 +38,8 @@ class PEagle(Fused):
         taps: Sequence[int] | None = None,
         depths: int = 8,
         vocabulary: int | None = None,
+        loss: str | dict[str, float] = "kl",
+        decay: float | str = 1.0,
         layers: int = 4,
         keep: float = 0.7,
         least: float = 0.2,
@@ -59,6 +61,7 @@ class PEagle(Fused):
         if not 0 <= self.mask_token < ends.vocabulary:
             raise ValueError(f"mask_token={mask_token} is no token of the target's {ends.vocabulary}")
         self.depths, self.keep, self.least = depths, keep, least
+        self.objective = Objective(loss, decay)
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
 
     def meaning(self) -> dict[str, str]:
@@ -93,30 +96,18 @@ class PEagle(Fused):
         return found[::-1]
 
     def training_loss(self, batch: FeatureBatch) -> Loss:
-        """Every depth against the target's distribution at the place it foretells, all of the same weight."""
+        """Every depth against what the target said, or would have said, at the place it foretells."""
         every = list(asked(batch.loss_mask, batch.document, self.depths))
         where = self.drawn(every) if self.training else every
-        row, at = every[0].nonzero(as_tuple=True)
-        teacher = Teacher.of(self.ends, batch.last_hidden[row, at + 1], self.vocabulary.ids)
-        number = torch.zeros_like(batch.input_ids)
-        number[row, at + 1] = torch.arange(len(row), device=row.device)
-        sums = []
-        for depth, (marked, states) in enumerate(zip(where, self.states(batch, where), strict=True)):
-            row, at = marked.nonzero(as_tuple=True)
-            label = self.vocabulary.to_draft(batch.input_ids[row, at + 2 + depth])
-            sums.append(summed(partial(self._grade, teacher), states, number[row, at + 1 + depth], label))
-        losses, hits, shared = torch.stack(sums, dim=1)
-        seen = torch.stack([marked.sum() for marked in where]).float()
-        return Loss(losses.sum(), seen[0], seen, hits.detach(), shared.detach())
-
-    def _grade(self, teacher: Teacher, states: Tensor, lesson: Tensor, label: Tensor) -> Tensor:
-        """[3] loss, hits and overlap at `states` [R, D], where the teacher's rows are `lesson` [R]."""
-        draft_logits, taught = self.logits(states), teacher.at(lesson)
-        inside = taught.inside
-        loss = soft_loss(draft_logits[inside], taught.log_probs[inside])
-        hits = (draft_logits.argmax(-1) == label).sum()
-        shared = torch.zeros_like(loss) if self.training else overlap(draft_logits, taught)
-        return torch.stack([loss, hits.to(loss.dtype), shared.to(loss.dtype)])
+        return self.objective.loss(
+            batch,
+            Questions.where(where),
+            self.states(batch, where),
+            Head(self.lm_head.weight),
+            self.ends,
+            self.vocabulary,
+            measure=not self.training,
+        )
 
     def states(self, batch: FeatureBatch, where: Sequence[Tensor]) -> list[Tensor]:
         """For each depth the states [R, D], final norm included, at the places that `where` K times [B, T] marks."""

@@ -338,3 +338,45 @@ class Tabled(Drafter):
     def used(self, tokens: Tensor) -> Tensor:
         """[B, N] which nodes may be accepted."""
         return torch.ones_like(tokens, dtype=torch.bool)
+
+
+def loss_of_guess(name: str, target: Tensor, draft: Tensor, label: int | None) -> Tensor:
+    """One loss of one guess, from probabilities: the target's over all tokens, the draft's 0 where it has none."""
+    alpha = torch.minimum(target, draft).sum()
+    drafted = draft > 0
+    said, guessed = target[drafted], draft[drafted]
+    kl = (said * (said / said.sum() / guessed).log()).sum()
+    if name == "ce":
+        return draft.new_zeros(()) if label is None else -draft[label].log()
+    if name == "lk_hybrid":
+        weight = math.exp(-3 * alpha.item())
+        return weight * kl + (1 - weight) * (1 - alpha)
+    return {
+        "kl": kl,
+        "reverse_kl": (guessed * (guessed / said).log()).sum(),
+        "tv": (target - draft).abs().sum() / 2,
+        "lk_alpha": -alpha.log(),
+    }[name]
+
+
+def loss_of_chains(
+    mix: dict[str, float],
+    decay: float | str,
+    chains: Sequence[Sequence[tuple[Tensor, Tensor, int | None]]],
+    depths: int,
+) -> Tensor:
+    """A mix of losses over chains of guesses (target's and draft's probabilities over all tokens, label), guess by guess."""
+    total = torch.zeros((), dtype=chains[0][0][0].dtype)
+    for chain in chains:
+        smooth = [0.5 if label is None else 0.5 * draft[label].item() + 0.5 for _, draft, label in chain]
+        reached = list(itertools.accumulate(smooth, lambda a, b: a * b))
+        survived = torch.ones_like(total)
+        for depth, (target, draft, label) in enumerate(chain):
+            weight = sum(reached[depth:]) if decay == "dpace" else decay**depth
+            survived = survived * torch.minimum(target, draft).sum()
+            for name, share in mix.items():
+                if name == "acceptance":
+                    total = total + share * (1 - survived) / depths
+                else:
+                    total = total + share * weight * loss_of_guess(name, target, draft, label)
+    return total

@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 import models.losses
 from models.drafter import Budget, Committed, FeatureBatch
 from models.ends import Ends
+from models.losses import Guess
 from models.medusa import Medusa, Residual
 from models.sampling import Voice
 from models.tree import TokenTree, ordered_paths, parents_of
@@ -87,10 +88,10 @@ def loss_by_hand(drafter: Medusa, given: FeatureBatch) -> tuple[Tensor, list[int
             draft = draft_by_hand(drafter, head, given.last_hidden[row, at]).softmax(0)
             target = (drafter.ends.head @ given.last_hidden[row, teacher]).softmax(0)
             reached = target[ids] / target[ids].sum()
-            if drafter.teacher == "target":
-                total = total + DECAY**head * (reached * (reached / draft).log()).sum()
+            if drafter.objective.soft:
+                total = total + DECAY ** (head - 1) * target[ids].sum() * (reached * (reached / draft).log()).sum()
             elif label in ids:
-                total = total - DECAY**head * draft[ids.index(label)].log()
+                total = total - DECAY ** (head - 1) * draft[ids.index(label)].log()
             seen[head - 1] += 1
             hits[head - 1] += ids[int(draft.argmax())] == label
             shared[head - 1] += sum(min(target[token].item(), draft[place].item()) for place, token in enumerate(ids))
@@ -102,9 +103,9 @@ def gradients(drafter: Medusa) -> dict[str, Tensor]:
 
 
 KNOBS = [
-    {"head": head, "teacher": teacher, "vocabulary": vocabulary, "layers": layers}
+    {"head": head, "loss": loss, "vocabulary": vocabulary, "layers": layers}
     for head, layers in (("own", 1), ("shared", 2))
-    for teacher in ("data", "target")
+    for loss in ("ce", "kl")
     for vocabulary in (None, 7)
 ]
 every_kind = pytest.mark.parametrize("knobs", KNOBS, ids=lambda knobs: "-".join(str(value) for value in knobs.values()))
@@ -147,7 +148,7 @@ def test_what_is_not_asked_about_takes_no_part(knobs):
     for head in range(1, K + 1):
         for row, at, _, teacher in asked_by_hand(given, head):
             used[row, at] = True
-            used[row, teacher] |= drafter.teacher == "target"
+            used[row, teacher] |= drafter.objective.soft
     assert 0 < used.sum() < B * T
     given.last_hidden = given.last_hidden.masked_fill(~used[..., None], torch.nan).requires_grad_()
     loss = drafter.training_loss(given).total
@@ -172,8 +173,9 @@ def test_a_batch_without_questions_has_a_loss_of_nothing_and_finite_gradients(ro
 @every_kind
 def test_loss_in_chunks_is_the_loss_in_one(knobs, monkeypatch):
     made = []
-    for chunk in (4096, 4):
-        monkeypatch.setattr(models.losses, "CHUNK", chunk)
+    for few in (4096, 4):
+        monkeypatch.setattr(models.losses, "CACHED", 0)
+        monkeypatch.setattr(models.losses, "FEWEST", few)
         drafter = medusa(**knobs)
         loss = drafter.training_loss(batch())
         loss.total.backward()
@@ -183,13 +185,15 @@ def test_loss_in_chunks_is_the_loss_in_one(knobs, monkeypatch):
 
 
 def test_in_chunks_few_logits_exist_at_a_time(monkeypatch):
-    monkeypatch.setattr(models.losses, "CHUNK", 4)
-    drafter = medusa()
+    monkeypatch.setattr(models.losses, "CACHED", 0)
+    monkeypatch.setattr(models.losses, "FEWEST", 2 * K)
     rows = []
-    graded = drafter.head_logits
-    drafter.head_logits = lambda head, hidden: rows.append(len(hidden)) or graded(head, hidden)
-    drafter.training_loss(batch()).total.backward()
-    assert max(rows) == 4
+    made = Guess.__init__
+    monkeypatch.setattr(
+        Guess, "__init__", lambda self, logits, *rest: rows.append(len(logits)) or made(self, logits, *rest)
+    )
+    medusa().training_loss(batch()).total.backward()
+    assert max(rows) == 2
 
 
 def test_a_new_block_is_the_identity():
@@ -341,7 +345,7 @@ def test_ranks_say_which_pick_the_target_spoke():
     ("knobs", "message"),
     [
         ({"head": "both"}, "head=both"),
-        ({"teacher": "nobody"}, "teacher=nobody"),
+        ({"loss": "luck"}, "loss=luck: use one of ce, kl"),
         ({"vocabulary": 0}, "vocabulary of 0"),
         ({"vocabulary": V + 1}, f"vocabulary of {V + 1}"),
     ],

@@ -276,7 +276,7 @@ def test_a_target_in_bf16_is_trained_for_to_the_end(tmp_path, precision, head):
     knobs = [
         f"drafter.head={head}",
         "drafter.vocabulary=100",
-        "drafter.teacher=target",
+        "drafter.loss=kl",
         "optim.steps=1",
         "optim.warmup=0",
     ]
