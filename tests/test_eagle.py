@@ -13,6 +13,7 @@ from models.drafter import Committed, FeatureBatch
 from models.eagle import Eagle
 from models.ends import Ends
 from models.layer import layer_config
+from models.questions import Questions
 from models.stack import Growing
 from reference import eagle_by_hand, marked_batch, smooth_l1_by_hand
 
@@ -147,7 +148,7 @@ def last_state(drafter: Eagle, tokens: Tensor, read: Tensor) -> Tensor:
     )
     where = torch.zeros(1, len(read) + 2, dtype=torch.bool)
     where[0, len(read) - 1] = True
-    return drafter.foretold(batch, where)[0]
+    return drafter.foretold(batch, Questions.where([where]))[0]
 
 
 @pytest.mark.parametrize(
