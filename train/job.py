@@ -188,6 +188,7 @@ def card(
         "conf": run.conf_name,
         "data": run.data.path,
         "conversations": len(taught),
+        "longest": max(len(example.input_ids) for example in taught),
         "tokens": sum(len(example.input_ids) for example in taught),
         "answer_tokens": sum(sum(example.loss_mask) for example in taught),
         "optim": {**asdict(run.optim), "betas": list(run.optim.betas)},
