@@ -1,7 +1,7 @@
 """EAGLE-1 (Li et al. 2024): the target's final state at t with token t + 1 foretells its final state at t + 1.
 
-The target's own head turns what is foretold into logits. B rows, T positions, Q asked positions, R of them that teach,
-D width, V draft vocabulary.
+The target's own head turns what is foretold into logits. B rows, T positions, R questions, D width, V draft
+vocabulary.
 """
 
 from collections.abc import Sequence
@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch.nn.functional import smooth_l1_loss
 
 from models.drafter import Committed, FeatureBatch, Loss, ahead, asked
-from models.eagle3 import Seats
 from models.ends import Ends, FrozenHead
 from models.fused import check_reach
 from models.layer import Layer, PlainLayer, layer_config
 from models.losses import Head, Objective
-from models.questions import Questions
+from models.questions import Questions, Seats
 from models.sight import Sight
 from models.stack import FeatureDrafter
 from models.vocabulary import DraftVocabulary

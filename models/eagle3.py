@@ -15,7 +15,7 @@ from models.ends import Ends
 from models.fused import PLACES, Fused
 from models.layer import Pair, PlainLayer
 from models.losses import Head, Objective
-from models.questions import Questions
+from models.questions import Questions, Seats
 from models.sight import Sight
 
 
@@ -53,7 +53,18 @@ class Eagle3(Fused):
         if feedback not in PLACES:
             raise ValueError(f"feedback={feedback}: it is before_norm or after_norm")
         super().__init__(
-            ends, taps, vocabulary, layers, fc_norm, residual, head, embedding, width, window, stretch, steps
+            ends,
+            taps,
+            vocabulary,
+            layers=layers,
+            fc_norm=fc_norm,
+            residual=residual,
+            head=head,
+            embedding=embedding,
+            width=width,
+            window=window,
+            stretch=stretch,
+            depth=steps,
         )
         self.steps, self.feedback, self.start = steps, feedback, start
         self.objective = Objective(loss, decay)
@@ -155,26 +166,3 @@ class Eagle3(Fused):
         return self.objective.loss(
             batch, questions, states, Head(self.lm_head.weight), self.ends, self.vocabulary, measure=not self.training
         )
-
-
-class Seats:
-    """Where the questions of a batch sit when its rows are padded to Q seats, the most that any row needs."""
-
-    def __init__(self, batch: FeatureBatch, questions: Questions):
-        number = torch.zeros_like(batch.input_ids)
-        number[questions.places[0]] = 1
-        number = number.cumsum(1) - 1
-        self.seats = [(row, number[row, at]) for row, at in questions.places]
-        self.shape = len(batch.input_ids), questions.widest
-
-    def padded(self, values: Tensor, step: int) -> Tensor:
-        """[B, Q, ...] of `values` [R, ...] of one step; empty seats hold zeros."""
-        return values.new_zeros(*self.shape, *values.shape[1:]).index_put(self.seats[step], values)
-
-    def spread(self, heads: Tensor, step: int) -> Tensor:
-        """[B, H, Q, C] of heads [1, H, R, C]."""
-        return self.padded(heads[0].transpose(0, 1), step).transpose(1, 2)
-
-    def gathered(self, heads: Tensor, step: int) -> Tensor:
-        """[R, H * C] of heads [B, H, Q, C]."""
-        return heads.transpose(1, 2)[self.seats[step]].flatten(1)

@@ -59,15 +59,16 @@ class Fused(FeatureDrafter):
         ends: Ends,
         taps: Sequence[int] | None,
         vocabulary: int | None,
+        *,
         layers: int,
-        fc_norm: bool,
         residual: str,
         head: str,
         embedding: str,
-        width: int | None,
         window: int | None,
         stretch: float,
         depth: int,
+        fc_norm: bool = False,
+        width: int | None = None,
     ):
         super().__init__()
         check_knobs(ends.width, residual, head, embedding, width, layers)

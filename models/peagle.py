@@ -1,7 +1,8 @@
 """P-EAGLE (arXiv 2602.01469): EAGLE-3's layers guess several tokens in one pass, deeper ones from a learned feature.
 
 Beside a text's pairs of feature t and token t + 1, its depth 0, stand elements (anchor t, depth d): at position t + d,
-with a mask token and a learned feature in the place of what is not known yet. Element (t, d) foretells token t + 2 + d.
+with a mask token and a learned feature in the place of what is not known yet. Element (t, d) foretells token t + 2 + d. A
+batch is read whole: long rows are not cut into segments, as the paper does where memory ends.
 B rows, T positions, E elements, N = T + E, K depths, D width, L taps, V draft vocabulary.
 """
 
@@ -51,7 +52,16 @@ class PEagle(Fused):
         stretch: float = 1.0,
     ):
         super().__init__(
-            ends, taps, vocabulary, layers, False, residual, head, embedding, None, window, stretch, depths
+            ends,
+            taps,
+            vocabulary,
+            layers=layers,
+            residual=residual,
+            head=head,
+            embedding=embedding,
+            window=window,
+            stretch=stretch,
+            depth=depths,
         )
         if depths < 1 or not 0 < keep <= 1 or not 0 <= least <= 1:
             raise ValueError(
@@ -138,9 +148,6 @@ class PEagle(Fused):
             assert isinstance(layer, PlainLayer)
             state = through(layer, layer.inputs(state), position, seen)
         return state
-
-    def fed(self, state: Tensor) -> Tensor:
-        raise NotImplementedError("all guesses come from one pass")
 
     @torch.inference_mode()
     def propose(self, committed: Committed, state: Memory, budget: Budget, voice: Voice) -> TokenTree:

@@ -66,7 +66,7 @@ class Memory:
 
     def seat(self, committed: Committed) -> Tensor:
         """[B] where each row's new pairs begin; a fresh row forgets who sat there."""
-        self.length = self.length.to(committed.length.device).masked_fill(committed.fresh, 0)
+        self.length = self.length.to(committed.tokens.device).masked_fill(committed.fresh, 0)
         start = self.length
         self.length = start + committed.length
         return start
