@@ -71,7 +71,7 @@ class Memory:
         self.length = start + committed.length
         return start
 
-    def write(self, layer: int, pairs: Pair, slots: Tensor) -> Pair:
+    def write(self, pairs: Pair, slots: Tensor, layer: int = 0) -> Pair:
         """Put `pairs` [B, G, N, C] of `layer` into `slots` [B, N] and return all up to the last of them."""
         end = int(slots.max()) + 1
         held = self.pairs.get(layer)
@@ -107,7 +107,7 @@ def climb(
     """
     (pair, base), stack = inputs, drafter.stack
     for number, layer in enumerate(stack):
-        pairs = memory.write(number, layer.self_attn.pairs(pair, position), slots)
+        pairs = memory.write(layer.self_attn.pairs(pair, position), slots, number)
         if wanted is not None and number == len(stack) - 1:
             row = torch.arange(len(wanted), device=wanted.device)[:, None]
             pair, base, position, slots = (part[row, wanted] for part in (pair, base, position, slots))
