@@ -82,7 +82,8 @@ class Ends:
 
     def embed(self, ids: Tensor) -> Tensor:
         """Embeddings [..., D] of `ids` as the first layer reads them."""
-        return nn.functional.embedding(ids, self.embedding) * self.embedding_scale
+        read = nn.functional.embedding(ids.to(self.embedding.device), self.embedding)
+        return read.to(self.head.device) * self.embedding_scale  # a target spread over GPUs has its two ends apart
 
     def logits(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
         """Logits [..., V] of final hidden states [..., D]; `rows` [R] asks for those vocabulary entries only."""
