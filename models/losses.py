@@ -17,7 +17,8 @@ from models.vocabulary import OUTSIDE, DraftVocabulary
 
 CACHED, FILLING = 2**21, 2**27  # logits that exist at the same time: what stays in a CPU's cache, what fills a GPU
 FEWEST = 64  # guesses at the same time, however large the vocabulary: fewer make slow products
-TINY = 1e-30  # the smallest acceptance whose logarithm is taken
+PANEL = 2048  # rows of a head that a CPU multiplies at a time: what it reads again and again stays in its cache
+TINY = 1e-30  # the smallest probability whose logarithm is taken
 SHARPNESS = 3.0  # eta of LK-hybrid
 SMOOTHING = 0.5  # alpha of D-PACE
 
@@ -60,15 +61,19 @@ class Teacher(NamedTuple):
     @classmethod
     def saying(cls, logits: Tensor, draft_ids: Tensor | None) -> "Teacher":
         """The teacher whose logits over the target's whole vocabulary are `logits`."""
-        drafted = logits if draft_ids is None else logits[:, draft_ids]
-        drafted = drafted - logits.logsumexp(-1, keepdim=True)
-        probs = drafted.exp()
+        probs = logits.softmax(-1)
+        if draft_ids is not None:
+            probs = probs.index_select(1, draft_ids)
         reach = probs.sum(-1)
-        return cls(probs, reach, torch.linalg.vecdot(probs, drafted) - reach * reach.clamp(min=TINY).log())
+        return cls(probs, reach, -torch.special.entr(probs).sum(-1) + torch.special.entr(reach))
 
-    def at(self, rows: Any) -> "Teacher":
-        """The teacher in the places `rows`, by number, slice or mask."""
-        return Teacher(*(part[rows] for part in self))
+    def at(self, rows: Tensor) -> "Teacher":
+        """The teacher in the places `rows`, by number."""
+        return Teacher(*(part.index_select(0, rows) for part in self))
+
+    def beyond(self, rows: int) -> "Teacher":
+        """The teacher without the first `rows` places."""
+        return Teacher(*(part[rows:] for part in self))
 
     def joined(self, other: "Teacher") -> "Teacher":
         """The places of both."""
@@ -282,7 +287,7 @@ class Work:
                 known = 0 if teacher is None else len(teacher.reach) - self.chains
                 new = self.heard[first + known : first + self.chains + self.depths - 1]
                 heard = Teacher.of(self.ends, new, self.vocabulary.ids)
-                teacher = heard if teacher is None else teacher.at(slice(self.chains, None)).joined(heard)
+                teacher = heard if teacher is None else teacher.beyond(self.chains).joined(heard)
             parts = []
             for size in [sum(sizes)] if len(self.heads) == 1 else sizes:
                 parts.append(slice(start, start + size))
@@ -330,7 +335,7 @@ class Chunked(torch.autograd.Function):
         total, measured = wide(states.new_zeros(())), wide(states.new_zeros(2, work.depths))
         with torch.autocast(device, enabled=False):
             for chunk in work.chunks():
-                leaves = [ready[part] @ weight.T for part, weight in zip(chunk.parts, used, strict=True)]
+                leaves = [product(ready[part], weight) for part, weight in zip(chunk.parts, used, strict=True)]
                 with torch.set_grad_enabled(learn):
                     guesses = work.guesses(chunk, [leaf.requires_grad_(learn) for leaf in leaves])
                     loss = work.total(chunk, guesses)
@@ -349,6 +354,16 @@ class Chunked(torch.autograd.Function):
         """The gradients that the forward pass left, which nobody else holds: scaled where they lie."""
         slopes, ctx.slopes = ctx.slopes, None
         return None, None, *(None if slope is None else slope.mul_(grad) for slope in slopes)
+
+
+def product(states: Tensor, weight: Tensor) -> Tensor:
+    """[R, V] states times weight."""
+    if states.device.type != "cpu":
+        return states @ weight.T
+    room = states.new_empty(len(states), len(weight))
+    for panel, part in zip(weight.split(PANEL), room.split(PANEL, dim=1), strict=True):
+        torch.mm(states, panel.T, out=part)
+    return room
 
 
 def give_back(

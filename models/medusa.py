@@ -5,6 +5,7 @@ B rows, T positions, D width, V vocabulary, K heads, R supervised positions or r
 
 from collections.abc import Callable
 from dataclasses import replace
+from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from models.drafter import Budget, Committed, Drafter, FeatureBatch, Loss, asked
 from models.ends import Ends
-from models.growth import grow
+from models.growth import Ask, grow
 from models.losses import Head, Objective
 from models.packed import PackedLinear
 from models.questions import Questions
@@ -55,13 +56,32 @@ class Medusa(Drafter):
         super().__init__()
         if head not in ("own", "shared"):
             raise ValueError(f"head={head}: it is own or shared")
+        if min(heads, layers) < 1:
+            raise ValueError(f"heads={heads} layers={layers}: there is at least one head, of at least one layer")
         self.ends, self.objective = ends, Objective(loss, decay)
         self.vocabulary = DraftVocabulary(vocabulary, ends.vocabulary)
-        self.blocks = nn.ModuleList(nn.Sequential(*(Residual(ends.width) for _ in range(layers))) for _ in range(heads))
+        self.blocks = nn.ModuleList(self.block(head, layers) for head in range(heads))
         self.lm_heads = nn.ModuleList()
         if head == "own":
             self.lm_heads.extend(nn.Linear(ends.width, self.vocabulary.size, bias=False) for _ in range(heads))
         self._from_target()
+
+    def block(self, head: int, layers: int) -> nn.Module:
+        """What makes the states of `head`, counted from 0, of what it reads."""
+        return nn.Sequential(*(Residual(self.ends.width) for _ in range(layers)))
+
+    def read(self, batch: FeatureBatch) -> Tensor:
+        """[B, T, D] what every head reads at a position."""
+        return batch.last_hidden.to(next(self.parameters()).dtype)
+
+    def states(self, head: int, batch: FeatureBatch, read: Tensor, row: Tensor, at: Tensor) -> Tensor:
+        """[R, D] the states of `head` at `row`, `at` [R], where it foretells token at + 2 + head."""
+        return self.blocks[head](read[row, at])
+
+    @classmethod
+    def reach(cls, knobs: dict[str, Any]) -> int:
+        """As many tokens as it has heads."""
+        return int(knobs.get("heads", signature(cls).parameters["heads"].default))
 
     @property
     def draft_ids(self) -> Tensor | None:
@@ -113,11 +133,8 @@ class Medusa(Drafter):
 
     def training_loss(self, batch: FeatureBatch) -> Loss:
         """Each head against what the target said, or would have said, one token further than the head before it."""
-        questions, dtype = Questions.of(batch, len(self.blocks)), next(self.parameters()).dtype
-        states = [
-            block(batch.last_hidden[row, at].to(dtype))
-            for block, (row, at) in zip(self.blocks, questions.places, strict=True)
-        ]
+        questions, read = Questions.of(batch, len(self.blocks)), self.read(batch)
+        states = [self.states(head, batch, read, row, at) for head, (row, at) in enumerate(questions.places)]
         return self.objective.loss(
             batch, questions, states, self.heads(), self.ends, self.vocabulary, measure=not self.training
         )
@@ -127,25 +144,29 @@ class Medusa(Drafter):
         """[R, K] the rank at which each head had what the target said, -1 beyond its `width` first picks."""
         where = list(asked(batch.loss_mask, batch.document, len(self.blocks)))
         table = torch.full((*batch.input_ids.shape, len(where)), -1, device=batch.input_ids.device)
-        for k, (here, block) in enumerate(zip(where, self.blocks, strict=True), start=1):
+        read = self.read(batch)
+        for k, here in enumerate(where, start=1):
             row, at = here.nonzero(as_tuple=True)
-            hidden = batch.last_hidden[row, at].to(next(self.parameters()).dtype)
             label = self.vocabulary.to_draft(batch.input_ids[row, at + k + 1])
-            table[row, at, k - 1] = rank_of(label, self.head_logits(k - 1, block(hidden)), width)
+            logits = self.head_logits(k - 1, self.states(k - 1, batch, read, row, at))
+            table[row, at, k - 1] = rank_of(label, logits, width)
         return table[where[0]]
 
     @torch.inference_mode()
     def propose(self, committed: Committed, state: Any, budget: Budget, voice: Voice) -> TokenTree:
-        """A tree filled from the heads, each of which says the same below every node of its depth."""
-        paths = budget.paths
-        depth = max(map(len, paths)) if paths else min(budget.depth, len(self.blocks))
+        """A static or a dynamic tree, no deeper than there are heads."""
+        depth = max(map(len, budget.paths), default=min(budget.depth, len(self.blocks)))
         if depth > len(self.blocks):
             raise ValueError(
                 f"the tree is {depth} deep and this drafter has {len(self.blocks)} heads; choose a shallower tree"
             )
-        levels = iter(self._guesses(committed.last_hidden, depth).float().log_softmax(-1).unbind(1))
-        ask = lambda tokens, places: next(levels)[:, None]  # noqa: E731
+        ask = self.asking(committed, state, depth)
         return grow(committed.bonus, ask, self.vocabulary, replace(budget, depth=depth), voice)
+
+    def asking(self, committed: Committed, state: Any, depth: int) -> Ask:
+        """What follows the nodes of each of `depth` levels: what a head says is the same below every node."""
+        levels = iter(self._guesses(committed.last_hidden, depth).float().log_softmax(-1).unbind(1))
+        return lambda tokens, places: next(levels)[:, None]
 
     def _guesses(self, hidden: Tensor, depth: int) -> Tensor:
         """Logits [B, depth, V] of the first `depth` heads on final states [B, D]."""

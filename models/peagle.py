@@ -9,6 +9,8 @@ B rows, T positions, E elements, N = T + E, K depths, D width, L taps, V draft v
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +75,11 @@ class PEagle(Fused):
         self.depths, self.keep, self.least = depths, keep, least
         self.objective = Objective(loss, decay)
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
+
+    @classmethod
+    def reach(cls, knobs: dict[str, Any]) -> int:
+        """As many tokens as it guesses in one pass."""
+        return int(knobs.get("depths", signature(cls).parameters["depths"].default))
 
     def meaning(self) -> dict[str, str]:
         """Servers must be told which token the learned feature stands beside."""
