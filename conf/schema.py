@@ -81,6 +81,7 @@ class Data:
     heldout: int = 64  # conversations kept for evaluation
     conversations: int | None = None  # train on this many of the others, taken evenly over the file; null: all
     longest: int = 512  # tokens a conversation is cut to
+    packing: int | None = None  # tokens of a row that several conversations share; null: one conversation a row
     reasoning: Reasoning = Reasoning.keep
     features: Features = Features.online
     store: str | None = None  # where cached features stay; null: the user's cache
@@ -92,7 +93,7 @@ class Optim:
 
     lr: float = 1e-3
     steps: int = 1000
-    batch: int = 8  # conversations a rank and micro-batch
+    batch: int = 8  # rows a rank and micro-batch: conversations, or packed ones
     accumulate: int = 1
     warmup: int = 50
     clip: float = 1.0

@@ -316,3 +316,13 @@ class Tabled(Drafter):
     def used(self, tokens: Tensor) -> Tensor:
         """[B, N] which nodes may be accepted."""
         return torch.ones_like(tokens, dtype=torch.bool)
+
+
+def fewest_rows(lengths: Sequence[int], room: int) -> int:
+    """The fewest rows of `room` tokens in which conversations of `lengths` can stand, by trying every way."""
+    rows = range(len(lengths))
+    return min(
+        len(set(ways))
+        for ways in itertools.product(rows, repeat=len(lengths))
+        if all(sum(length for length, way in zip(lengths, ways, strict=True) if way == row) <= room for row in rows)
+    )

@@ -50,7 +50,8 @@ def filled(target: Target, examples: list[Example], home: Path, taps: tuple[int,
 
 def same(made: Store, target: Target, examples: list[Example]) -> None:
     """The store says of `examples` what the target says, padding aside."""
-    ours, theirs = made.read(examples), Live(target).read(examples)
+    rows = [[example] for example in examples]
+    ours, theirs = made.read(rows), Live(target).read(rows)
     real = theirs.document >= 0
     for name in ("input_ids", "loss_mask", "document", "position"):
         assert getattr(ours, name).equal(getattr(theirs, name)), name
@@ -208,7 +209,7 @@ def test_what_comes_next_is_read_meanwhile(llama: Family, tmp_path: Path) -> Non
     second = source.features([2, 3])
     assert second is coming.result()
     assert first.input_ids.shape == (2, 20)
-    assert second.features.equal(source.reader.read([examples[2], examples[3]]).features)
+    assert second.features.equal(source.reader.read([[examples[2]], [examples[3]]]).features)
     live = Source(examples, Live(llama.target), size=2, seed=0)
     live.features([0, 1], then=[2, 3])
     assert not live._coming  # the target itself is not asked twice at a time

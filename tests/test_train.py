@@ -31,6 +31,7 @@ from train.data import write_rows
 from train.features import Live, Source
 from train.loop import count
 from train.optim import optimizer_for, rate
+from train.sampler import Sampler
 from train.sources import conversations_of
 
 STEPS = 40
@@ -137,11 +138,15 @@ def test_a_checkpoint_is_found_after_a_kill_between_the_two_renames(tmp_path):
     optimizer = optimizer_for(model.parameters(), Optim())
     model(torch.ones(3)).sum().backward()
     optimizer.step()
-    checkpoint.save_checkpoint(tmp_path, 7, model, optimizer, {"a": "b"})
+    sampler = Sampler([3, 4, 5], 2, 0)
+    sampler.taken = 5
+    checkpoint.save_checkpoint(tmp_path, 7, model, optimizer, sampler, {"a": "b"})
     (tmp_path / "checkpoint").rename(tmp_path / ".checkpoint.old")
     twin = nn.Linear(3, 2)
     other = optimizer_for(twin.parameters(), Optim())
-    assert checkpoint.load_checkpoint(tmp_path, twin, other) == 7
+    later = Sampler([3, 4, 5], 2, 0)
+    assert checkpoint.load_checkpoint(tmp_path, twin, other, later) == 7
+    assert later.taken == 5
     assert torch.equal(twin.weight, model.weight)
     for index, slots in optimizer.state_dict()["state"].items():
         for slot, value in slots.items():
@@ -226,6 +231,14 @@ def test_features_from_the_disk_teach_what_features_on_the_fly_teach(folder, tal
     state, shown = kept(folder / "cached", talks, capsys, "optim.batch=4", "data.features=cached")
     assert shown == one_batch[1]
     same(one_batch[0], state, 1e-6)
+
+
+def test_packed_rows_teach_what_single_ones_teach(folder, talks, one_batch, capsys):
+    for features in ("online", "cached"):
+        words = ("optim.batch=4", "data.packing=100", "data.longest=100", f"data.features={features}")
+        state, shown = kept(folder / f"packed-{features}", talks, capsys, *words)
+        assert shown == one_batch[1]
+        same(one_batch[0], state, 1e-5)
 
 
 def test_two_ranks_add_up_to_one_process(folder, talks, one_batch):

@@ -47,8 +47,9 @@ def train(run: Run) -> None:
     drafter.learn_successors(before, said)
     drafter.inherit(lambda number: layer_weights(target_folder(run.target), number))
     reader = reader_for(run, target, taught + held, accelerator)
-    source = Source(taught, reader, run.optim.batch, run.seed)
-    heldout = Source(held, reader, run.optim.batch, run.seed, keep=True)
+    room = run.data.packing
+    source = Source(taught, reader, run.optim.batch, run.seed, room=room)
+    heldout = Source(held, reader, run.optim.batch, run.seed, keep=True, room=room)
     heldout.read_all(quiet=not accelerator.is_main_process)
     if run.overwrite:
         clear(out, accelerator)
