@@ -11,7 +11,7 @@ from conftest import Family
 from reference import fewest_rows
 from train.chat import Example
 from train.features import Live, Source, laid_out
-from train.sampler import Sampler, packed_rows
+from train.sampler import packed_rows
 from train.store import open_store
 
 chance = random.Random(3)
@@ -91,25 +91,3 @@ def test_a_store_lays_out_rows_as_the_target_reads_them(llama: Family, tmp_path)
         both = ours, getattr(theirs, name)
         ours, other = (part[real] for part in both) if name in ("features", "last_hidden") else both
         torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-5)
-
-
-def test_a_run_goes_on_where_it_stopped_on_any_number_of_ranks() -> None:
-    lengths = [chance.randint(1, 9) for _ in range(23)]
-    whole = Sampler(lengths, 2, seed=1)
-    order = [whole.piece(number) for number in whole.take(40)]
-    first = Sampler(lengths, 2, seed=1)
-    taken = [
-        first.piece(number) for _ in range(3) for number in first.take(4)
-    ]  # steps of 2 ranks, 2 micro-batches each
-    second = Sampler(lengths, 2, seed=1)
-    second.resume(first.state())
-    taken += [second.piece(number) for number in second.take(28)]
-    assert taken == order
-
-
-@pytest.mark.parametrize(
-    "other", [Sampler([3, 4, 6], 2, 0), Sampler([3, 4], 2, 0), Sampler([4, 3, 5], 2, 0), Sampler([3, 4, 5], 2, 1)]
-)
-def test_a_run_does_not_go_on_with_other_data(other: Sampler) -> None:
-    with pytest.raises(ValueError, match=r"the data are not those that the unfinished run began with \(3 rows then"):
-        other.resume(Sampler([3, 4, 5], 2, 0).state())

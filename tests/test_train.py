@@ -31,7 +31,6 @@ from train.data import write_rows
 from train.features import Live, Source
 from train.loop import count
 from train.optim import optimizer_for, rate
-from train.sampler import Sampler
 from train.sources import conversations_of
 
 STEPS = 40
@@ -138,15 +137,11 @@ def test_a_checkpoint_is_found_after_a_kill_between_the_two_renames(tmp_path):
     optimizer = optimizer_for(model.parameters(), Optim())
     model(torch.ones(3)).sum().backward()
     optimizer.step()
-    sampler = Sampler([3, 4, 5], 2, 0)
-    sampler.taken = 5
-    checkpoint.save_checkpoint(tmp_path, 7, model, optimizer, sampler, {"a": "b"})
+    checkpoint.save_checkpoint(tmp_path, 7, model, optimizer, {"a": "b"})
     (tmp_path / "checkpoint").rename(tmp_path / ".checkpoint.old")
     twin = nn.Linear(3, 2)
     other = optimizer_for(twin.parameters(), Optim())
-    later = Sampler([3, 4, 5], 2, 0)
-    assert checkpoint.load_checkpoint(tmp_path, twin, other, later) == 7
-    assert later.taken == 5
+    assert checkpoint.load_checkpoint(tmp_path, twin, other) == 7
     assert torch.equal(twin.weight, model.weight)
     for index, slots in optimizer.state_dict()["state"].items():
         for slot, value in slots.items():

@@ -10,22 +10,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from models.shelf import replace_folder
-from train.sampler import Sampler
 
 FOLDER, TENSORS, REST = "checkpoint", "state.safetensors", "state.json"
 
 
 def save_checkpoint(
-    out: Path,
-    step: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    sampler: Sampler,
-    config: dict[str, Any],
+    out: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]
 ) -> None:
     """Keep the run after `step` steps: written beside the last checkpoint, which it then replaces.
 
-    The learning rate is a function of the step, and the order of the data one of the seed and of what was taken of it.
+    The order of the data and the learning rate are functions of the seed and the step, so the step stands for them.
     """
     beside = out / f".{FOLDER}.part"
     shutil.rmtree(beside, ignore_errors=True)
@@ -35,17 +29,15 @@ def save_checkpoint(
         tensors |= {f"optimizer.{index}.{slot}": torch.as_tensor(value) for slot, value in slots.items()}
     tensors["rng"] = torch.get_rng_state()
     save_file({name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}, beside / TENSORS)
-    (beside / REST).write_text(json.dumps({"step": step, "sampler": sampler.state(), "config": config}))
+    (beside / REST).write_text(json.dumps({"step": step, "config": config}))
     replace_folder(beside, out / FOLDER)
 
 
-def load_checkpoint(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer, sampler: Sampler) -> int:
-    """Bring `model`, `optimizer` and `sampler` to where the run stopped; the steps it had done, 0 for a new run."""
+def load_checkpoint(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bring `model` and `optimizer` to where the run stopped; the steps it had done, 0 for a new run."""
     folder = found(out)
     if folder is None:
         return 0
-    rest = json.loads((folder / REST).read_text())
-    sampler.resume(rest["sampler"])
     tensors = load_file(folder / TENSORS)
     model.load_state_dict(
         {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
@@ -57,7 +49,7 @@ def load_checkpoint(out: Path, model: nn.Module, optimizer: torch.optim.Optimize
             state.setdefault(int(index), {})[slot] = value
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     torch.set_rng_state(tensors["rng"])
-    return int(rest["step"])
+    return int(json.loads((folder / REST).read_text())["step"])
 
 
 def found(out: Path) -> Path | None:

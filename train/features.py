@@ -16,7 +16,7 @@ from models.drafter import FeatureBatch
 from models.target import Target
 from train.chat import Example
 from train.log import tokens_bar
-from train.sampler import Sampler, packed_rows
+from train.sampler import epoch_batches, packed_rows
 
 Rows = Sequence[Sequence[Example]]
 
@@ -63,18 +63,22 @@ class Source:
         members = [[at] for at in range(len(examples))] if room is None else packed_rows(tokens, room)
         self.rows = [[examples[at] for at in row] for row in members]
         self.lengths = [sum(tokens[at] for at in row) for row in members]  # tokens of each row
-        self.sampler = Sampler(self.lengths, size, seed)
-        self.reader, self.keep = reader, keep
+        self.reader, self.size, self.seed, self.keep = reader, size, seed, keep
         self.waited = 0.0  # seconds that `features` took
         self._kept: dict[tuple[int, ...], FeatureBatch] = {}
         self._coming: dict[tuple[int, ...], Future[FeatureBatch]] = {}
         self._pool = ThreadPoolExecutor(1)
+        self._epoch: tuple[int, list[list[int]]] = (-1, [])
         by_length = sorted(range(len(self.rows)), key=lambda at: self.lengths[at])
         self._groups = [by_length[start : start + size] for start in range(0, len(by_length), size)]
 
     def piece(self, number: int) -> list[int]:
         """Which rows make the micro-batch `number` of the whole run, a function of the seed alone."""
-        return self.sampler.piece(number)
+        per_epoch = len(self.rows) // min(self.size, len(self.rows))
+        epoch = number // per_epoch
+        if self._epoch[0] != epoch:
+            self._epoch = (epoch, epoch_batches(self.lengths, self.size, self.seed + epoch))
+        return self._epoch[1][number % per_epoch]
 
     def everything(self) -> list[list[int]]:
         """Every row once, in batches of similar length."""

@@ -39,16 +39,16 @@ def fit(
     if not optim.steps:
         return evaluate(drafter, heldout, accelerator)
     optimizer = optimizer_for(drafter.parameters(), optim)
-    start = load_checkpoint(out, drafter, optimizer, source.sampler)
+    start = load_checkpoint(out, drafter, optimizer)
     trainee, optimizer = accelerator.prepare(Trainee(drafter), optimizer)
     ranks, rank, first = accelerator.num_processes, accelerator.process_index, accelerator.is_main_process
     acceptance = evaluate(drafter, heldout, accelerator) if start == optim.steps else {}
     with Journal(optim.steps, first, run.log.wandb, run.log.project, config, run.out) as journal:
         for step in range(start, optim.steps):
             began = time.perf_counter()
-            numbers = source.sampler.take(optim.accumulate * ranks)[rank::ranks]
+            numbers = [(step * optim.accumulate + micro) * ranks + rank for micro in range(optim.accumulate)]
             pieces = [source.piece(number) for number in numbers]
-            later = source.piece(source.sampler.taken + rank) if step + 1 < optim.steps else []
+            later = source.piece(numbers[0] + optim.accumulate * ranks) if step + 1 < optim.steps else []
             counted = accelerator.reduce(count(drafter, source, pieces).to(accelerator.device), "sum").clamp(min=1)
             total = torch.zeros((), device=accelerator.device)
             for micro, (piece, then) in enumerate(zip(pieces, [*pieces[1:], later], strict=True)):
@@ -69,7 +69,7 @@ def fit(
                 acceptance = evaluate(drafter, heldout, accelerator)
                 journal.acceptance(done, acceptance["greedy"], acceptance["sampled"])
             if first and (done % run.log.save_every == 0 or done == optim.steps):
-                save_checkpoint(out, done, drafter, optimizer, source.sampler, config)
+                save_checkpoint(out, done, drafter, optimizer, config)
     return acceptance
 
 
