@@ -73,9 +73,12 @@ class Target:
 class Data:
     """Conversations in the target's own words, and prompts to get them from."""
 
-    path: str = MISSING  # conversations: a .jsonl(.gz), .json or .parquet file, a folder, or hub://owner/name?split=...; pkg:// is inside the installed packages
+    path: str = MISSING  # conversations: a .jsonl(.gz), .json or .parquet file, a folder, or hub://owner/name?split=...; pkg:// is inside the installed packages; imagined: the target asks itself
     columns: Any = None  # which of its columns are ours: {messages: chat}
     mix: Any = None  # other sources and their shares of the whole: {mine.jsonl: 0.3}
+    answer: bool = (
+        False  # let the target answer what nobody answered, as `regenerate` says: once, into the user's cache
+    )
     clean: bool = False  # drop prompts that stand twice, almost twice, or in a shipped benchmark
     near: float = 0.85  # how alike two prompts are that are almost the same: Jaccard of their word 3-grams
     heldout: int = 64  # conversations kept for evaluation

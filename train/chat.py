@@ -68,7 +68,7 @@ def example(tokenizer: PreTrainedTokenizerBase, row: Row, ends: frozenset[int], 
     made = find(tokenizer, messages, tools, ends, name)
     if not any(made.loss_mask):
         raise ValueError(
-            f"{name} has no assistant turn; a drafter learns from what the target says. Run scripts/regenerate.py first"
+            f"{name} has no assistant turn; a drafter learns from what the target says. With data.answer=true the target answers first"
         )
     return made
 

@@ -20,11 +20,12 @@ from models.shelf import CARD, Card, family_class, knobs_of, make_folder, save_d
 from models.target import Target, resolve_dtype
 from models.tree import best_tree
 from train import checkpoint, optim
+from train.answers import conversations_for
 from train.chat import Example
 from train.data import load_examples, spoken
 from train.features import Live, Reader, Source
 from train.loop import fit
-from train.sources import require_there, rows_of
+from train.sources import require_there
 from train.store import open_store
 
 MOST_NODES = 64  # of the tree that a card recommends; a measurement takes the first `decode.nodes` of them
@@ -84,7 +85,7 @@ def conversations(run: Run, target: Target) -> tuple[list[Example], list[Example
     """All conversations that may teach, those of them that do, and those held out."""
     longest = min(run.data.longest, target.context)
     kept = run.data.reasoning is Reasoning.keep
-    rows = rows_of(run.data, quiet=not PartialState().is_main_process)
+    rows = conversations_for(run, quiet=not PartialState().is_main_process)
     examples = load_examples(rows, target.tokenizer, target.end_tokens, longest, kept)
     known, held = split(examples, run.data.heldout)
     return known, evenly(known, run.data.conversations), held

@@ -16,6 +16,7 @@ from train.chat import Message, Row
 from train.clean import cleaned, report
 
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
+IMAGINED = "imagined"  # in place of a path: the target asks itself
 OPTIONS = ("config", "split", "revision", "streaming")
 FORMS = "messages or conversations, data (texts in turn), turns, instruction and output, prompt and response, question and answer, text, or input_ids and loss_mask"
 
@@ -40,7 +41,7 @@ def table_of(name: str, value: Any) -> dict[str, Any]:
 def require_there(data: Data) -> None:
     """Raise ValueError for a file that does not exist."""
     for path in (data.path, *table_of("mix", data.mix)):
-        if not path.startswith(HUB) and not packaged(path).exists():
+        if path != IMAGINED and not path.startswith(HUB) and not packaged(path).exists():
             raise ValueError(f"there is no data file {packaged(path)}; check data.path")
 
 
