@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import Family
+from models.drafter import FeatureBatch
 from models.target import Target
 from runs import composed, forked
 from train import job, store
@@ -167,6 +168,21 @@ def test_a_shard_that_is_not_what_it_should_be_is_named(
 def test_a_target_that_says_no_numbers_is_told(llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = llama.target.body.norm.forward
     monkeypatch.setattr(llama.target.body.norm, "forward", lambda hidden: forward(hidden) * torch.nan)
+    with pytest.raises(ValueError, match="hidden states are not finite for one of the conversations that begin"):
+        filled(llama.target, talk(9), tmp_path)
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_a_tap_that_is_no_number_is_told(llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer may overflow whose effect the layers above it hide."""
+    read = Live.read
+
+    def broken(self: Live, rows: list) -> FeatureBatch:
+        batch = read(self, rows)
+        batch.features[0, 2, 5] = torch.inf
+        return batch
+
+    monkeypatch.setattr(Live, "read", broken)
     with pytest.raises(ValueError, match="hidden states are not finite for one of the conversations that begin"):
         filled(llama.target, talk(9), tmp_path)
     assert not list(tmp_path.rglob("*.safetensors"))
