@@ -19,6 +19,7 @@ ROOT = {
     "defaults": [
         "schema",
         "_self_",
+        {"peft": None},
         {"conf": "tiny"},
         {"override hydra/job_logging": "stdout"},
         {"override hydra/hydra_logging": "none"},

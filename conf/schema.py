@@ -91,6 +91,16 @@ class Data:
 
 
 @dataclass
+class Peft:
+    """LoRA on a drafter that `init_from` names: its own weights stay as they are."""
+
+    r: int = 8
+    alpha: float = 16.0
+    targets: list[str] | None = None  # linear layers by name or by the end of it; null: all
+    merge: bool = False  # save the sum of both instead of the adapter alone
+
+
+@dataclass
 class Optim:
     """AdamW with a linear warm-up and a cosine to zero."""
 
@@ -171,6 +181,8 @@ class Run:
     seed: int = 0
     out: str = "${run_folder:${hydra:runtime.choices.conf},${hydra:mode},${hydra:job.override_dirname}}"
     overwrite: bool = False
+    init_from: str | None = None  # train on from this drafter of the same family: a conf, folder or Hub name
+    peft: Peft | None = None  # conf/peft/lora.yaml: only an adapter is trained
     trained: str | None = None  # a drafter to measure: folder or Hub name; null: that of `out`, else the shipped one
     show: int = 3  # conversations that `python -m train.data` prints
     conf_name: str = "${hydra:runtime.choices.conf}"

@@ -14,12 +14,14 @@ from hydra.utils import instantiate
 
 from conf.schema import Features, Reasoning, Run
 from decode.opening import open_target, target_folder
+from models.adapter import merge
 from models.drafter import Drafter
 from models.ends import layer_weights
 from models.shelf import CARD, Card, family_class, knobs_of, make_folder, save_drafter
 from models.target import Target, resolve_dtype
 from models.tree import best_tree
 from train import checkpoint, optim
+from train.adapt import adapter_of, go_on_from, require_start
 from train.answers import conversations_for
 from train.chat import Example
 from train.data import load_examples, spoken
@@ -44,9 +46,13 @@ def train(run: Run) -> None:
         raise ValueError(f"{run.drafter['_target_']} has no weights to train: it is only counted. Set optim.steps=0")
     target.tap(drafter.taps)
     before, said = spoken(known)
-    drafter.learn_vocabulary(torch.bincount(said, minlength=target.identity.vocabulary))
-    drafter.learn_successors(before, said)
-    drafter.inherit(lambda number: layer_weights(target_folder(run.target), number))
+    counts = torch.bincount(said, minlength=target.identity.vocabulary)
+    if run.init_from:
+        go_on_from(run, drafter, target.ends, counts, quiet=not accelerator.is_main_process)
+    else:
+        drafter.learn_vocabulary(counts)
+        drafter.learn_successors(before, said)
+        drafter.inherit(lambda number: layer_weights(target_folder(run.target), number))
     reader = reader_for(run, target, taught + held, accelerator)
     room = run.data.packing
     source = Source(taught, reader, run.optim.batch, run.seed, room=room)
@@ -59,6 +65,8 @@ def train(run: Run) -> None:
     if accelerator.is_main_process:
         print(f"waiting for features took {source.waited / (time.perf_counter() - began):.1%} of the training time")
         tree = recommended_tree(drafter, heldout)
+        if run.peft and run.peft.merge:
+            merge(drafter)
         save_drafter(drafter, card(run, drafter, target, tree, acceptance, taught), out, torch.bfloat16)
         checkpoint.forget(out)
         print(f"the drafter is in {out}; measure it: python decode/run.py conf={run.conf_name} trained={out}")
@@ -114,7 +122,7 @@ def identity(run: Run) -> dict[str, Any]:
         "optim": asdict(run.optim),
     }
     told = {f"{part}.{key}": str(value) for part, values in shaping.items() for key, value in values.items()}
-    return {**told, "seed": str(run.seed)}
+    return {**told, "seed": str(run.seed), "init_from": str(run.init_from), "peft": str(run.peft)}
 
 
 def prepare(run: Run, out: Path, config: dict[str, Any]) -> Accelerator:
@@ -145,6 +153,7 @@ def require_parts(run: Run) -> type[Drafter]:
         raise ValueError("no drafter is chosen; give drafter= or name one in your conf, such as `- /drafter: medusa`")
     family = family_class(run.drafter["_target_"], knobs_of(run.drafter))
     require_there(run.data)
+    require_start(run)
     return family
 
 
@@ -194,6 +203,7 @@ def card(
         "answer_tokens": sum(sum(example.loss_mask) for example in taught),
         "optim": {**asdict(run.optim), "betas": list(run.optim.betas)},
         "seed": run.seed,
+        "init_from": run.init_from,
         "outrider": version("outrider"),
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
     }
@@ -206,4 +216,5 @@ def card(
         training,
         acceptance,
         drafter.meaning(),
+        adapter_of(run),
     )
