@@ -114,10 +114,10 @@ def test_an_adapter_alone_decodes_as_the_merged_drafter(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     exactly(monkeypatch)
-    how = (f"init_from={home / family}", "+peft.r=2", "optim.lr=0.05")
-    job.train(run_of(family, tmp_path / "thin", "peft=lora", "peft.r=2", *how[::2]))
+    how = (f"init_from={home / family}", "peft=lora", "peft.r=2", "optim.lr=0.05")
+    job.train(run_of(family, tmp_path / "thin", *how))
     assert "an adapter of" in capsys.readouterr().out
-    job.train(run_of(family, tmp_path / "sum", "peft=lora", "peft.r=2", "peft.merge=true", *how[::2]))
+    job.train(run_of(family, tmp_path / "sum", "peft.merge=true", *how))
     assert sorted(file.name for file in (tmp_path / "thin").iterdir()) == ["adapter.safetensors", "drafter.yaml"]
     ours, theirs = (opened(tmp_path / name, target).state_dict() for name in ("thin", "sum"))
     first = opened(home / family, target).state_dict()
@@ -161,7 +161,9 @@ def test_one_adapter_stands_on_another(home: Path, target: Target, tmp_path: Pat
     torch.testing.assert_close(weights[2][name], weights[1][name] + step)
 
 
-def test_a_killed_adapter_run_goes_on(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_was_stopped_before_it_saved_its_adapter_goes_on(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     how = ("peft=lora", f"init_from={home}/medusa", "optim.steps=4")
     job.train(run_of("medusa", tmp_path / "whole", *how))
     half = job.save_drafter

@@ -51,6 +51,20 @@ def test_prompts_are_answered_by_the_target_and_only_once(tmp_path: Path, monkey
         conversations_for(run_of(run.data.path, "regenerate.temperature=0.5"))
 
 
+def test_only_what_is_needed_is_asked_and_what_was_asked_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = [f"Number {at} of them" for at in range(20)]
+    path = prompts(tmp_path / "log.jsonl", *texts)
+    few = conversations_for(run_of(path, "data.heldout=2", "data.conversations=3"))
+    assert asked(few) == [texts[0], texts[6], texts[12], *texts[-2:]]
+    assert "answers 5 prompts" in capsys.readouterr().out
+    every = conversations_for(run_of(path, "data.heldout=2"))
+    assert asked(every) == texts
+    assert "answers 15 prompts" in capsys.readouterr().out
+    assert [row for row in every if row in few] == few
+
+
 def test_what_has_an_answer_keeps_it(tmp_path: Path) -> None:
     mine, theirs = tmp_path / "mine.jsonl", tmp_path / "theirs.jsonl"
     theirs.write_text(
@@ -66,9 +80,11 @@ def test_what_has_an_answer_keeps_it(tmp_path: Path) -> None:
     assert len(said) == 4
 
 
-def test_a_prompt_that_is_too_long_is_left_out(tmp_path: Path) -> None:
-    rows = conversations_for(run_of(prompts(tmp_path / "l.jsonl", "a b", "c " * 99, "d e"), "regenerate.longest=60"))
-    assert asked(rows) == ["a b", "d e"]
+def test_a_prompt_that_is_too_long_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of(prompts(tmp_path / "l.jsonl", "a b", "c " * 99, "d e"), "regenerate.longest=60")
+    assert asked(conversations_for(run)) == ["a b", "d e"]
+    monkeypatch.setattr(answers, "answer", None)
+    assert asked(conversations_for(run)) == ["a b", "d e"]  # it is not tried again
 
 
 def test_a_drafter_is_trained_on_prompts_alone(tmp_path: Path) -> None:
