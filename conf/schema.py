@@ -75,7 +75,7 @@ class Data:
 
     path: str = MISSING  # conversations: a .jsonl(.gz), .json or .parquet file, a folder, or hub://owner/name?split=...; pkg:// is inside the installed packages; imagined: the target asks itself
     columns: Any = None  # which of its columns are ours: {messages: chat}
-    mix: Any = None  # other sources and their shares of the whole: {mine.jsonl: 0.3}
+    mix: Any = None  # other sources, places or names of conf/data, and their shares of the whole: {mine.jsonl: 0.3}
     answer: bool = (
         False  # let the target answer what nobody answered, as `regenerate` says: once, into the user's cache
     )

@@ -75,7 +75,9 @@ def accepted(folder: Path, target: Target) -> list[tuple[list[int], list[int]]]:
 
 @pytest.mark.parametrize("family", MADE)
 def test_a_run_of_no_length_keeps_the_drafter_it_goes_on_from(family: str, home: Path, tmp_path: Path) -> None:
-    job.train(run_of(family, tmp_path / "out", f"init_from={home / family}", "optim.steps=0"))
+    how = ("drafter.vocabulary=30", "optim.steps=0")  # a smaller one than it has
+    job.train(run_of(family, tmp_path / "out", f"init_from={home / family}", *how))
+    assert read_card(tmp_path / "out").knobs["vocabulary"] == 40
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", home / family))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
@@ -183,7 +185,7 @@ def test_a_run_that_was_stopped_before_it_saved_its_adapter_goes_on(
 REFUSED = {
     "another family": (("init_from={home}/eagle3",), r"is a models\.eagle3\.Eagle3 and this run trains a models\.medusa\.Medusa; choose the conf"),
     "other knobs": (("init_from={home}/medusa", "drafter.heads=3"), r"was made otherwise: heads is 2 there and 3 here; set drafter\.heads=2"),
-    "a smaller vocabulary": (("init_from={home}/medusa", "drafter.vocabulary=30"), r"vocabulary is 40 there and 30 here; set drafter\.vocabulary=40"),
+    "the whole vocabulary": (("init_from={home}/medusa", "drafter.vocabulary=null"), r"vocabulary is 40 there and None here; set drafter\.vocabulary=40"),
     "another target": (("init_from={home}/medusa", "target.random.initializer_range=0.2"), r"its tokenizer or its template are others"),
     "another width": (("init_from={home}/medusa", "target.random.hidden_size=32"), r"\(width 64\); tiny has width 32"),
     "no drafter": (("init_from=gone",), r"there is no drafter folder 'gone'"),

@@ -100,6 +100,17 @@ def test_a_share_of_another_source_is_spread_among_the_rows(tmp_path: Path) -> N
         rows_of(Data(path=str(ours), mix={str(theirs): 1.0}))
 
 
+def test_a_mix_names_files_or_what_stands_in_conf_data(tmp_path: Path) -> None:
+    ours = lines(tmp_path / "ours.jsonl", *({"prompt": f"ours {at}"} for at in range(8)))
+    data = composed(f"data.path={ours}", "+data.mix={tiny: 0.2}").data
+    assert len(rows_of(data)) == 10
+    sql = rows_of(composed("data=sql").data)
+    assert len(sql) == 1135 + 675
+    assert sum("spider" in str(row["source"]) for row in sql) == 675
+    replayed = composed("data=sql", "+data.mix={tiny: 0.001}").data
+    assert replayed.mix == {"spider": 0.373, "tiny": 0.001}
+
+
 BAD: dict[str, tuple[bytes, str]] = {
     "latin-1": ('{"prompt": "caf\xe9"}\n'.encode("latin-1"), r"rows.jsonl is not in UTF-8 \(.*\); save it so"),
     "utf-16": ('{"prompt": "a"}\n'.encode("utf-16"), r"rows.jsonl is not in UTF-8 \(.*\); save it so"),

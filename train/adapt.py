@@ -27,10 +27,10 @@ def start_folder(run: Run) -> Path:
     return known_start(run) or from_hub(str(run.init_from), kind="drafter")
 
 
-def require_start(run: Run) -> None:
+def settle_start(run: Run) -> None:
     """Raise ValueError where `init_from` names no drafter of this family, with these knobs and for this target.
 
-    Its draft vocabulary may be smaller: it is extended then.
+    Its draft vocabulary may differ: a smaller one is extended, and a larger one kept, which the run is told.
     """
     if run.init_from is None:
         if run.peft:
@@ -43,7 +43,9 @@ def require_start(run: Run) -> None:
             f"init_from={run.init_from} is a {card.family} and this run trains a {run.drafter['_target_']}; choose the conf of the former"
         )
     there, here = (with_defaults(card.family, knobs) for knobs in (card.knobs, knobs_of(run.drafter)))
-    if here.get("vocabulary") and there.get("vocabulary") and here["vocabulary"] > there["vocabulary"]:
+    if here.get("vocabulary"):
+        whole = there["vocabulary"] is None
+        run.drafter["vocabulary"] = None if whole else max(here["vocabulary"], there["vocabulary"])
         here["vocabulary"] = there["vocabulary"]
     if differing := [name for name in there if there[name] != here[name]]:
         told = ", ".join(f"{name} is {there[name]} there and {here[name]} here" for name in differing)

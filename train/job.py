@@ -21,7 +21,7 @@ from models.shelf import CARD, Card, family_class, knobs_of, make_folder, save_d
 from models.target import Target, resolve_dtype
 from models.tree import best_tree
 from train import checkpoint, optim
-from train.adapt import adapter_of, go_on_from, require_start
+from train.adapt import adapter_of, go_on_from, settle_start
 from train.answers import conversations_for
 from train.chat import Example
 from train.data import load_examples, spoken
@@ -153,7 +153,7 @@ def require_parts(run: Run) -> type[Drafter]:
         raise ValueError("no drafter is chosen; give drafter= or name one in your conf, such as `- /drafter: medusa`")
     family = family_class(run.drafter["_target_"], knobs_of(run.drafter))
     require_there(run.data)
-    require_start(run)
+    settle_start(run)
     return family
 
 
