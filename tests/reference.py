@@ -428,6 +428,16 @@ class Tabled(Drafter):
         return torch.ones_like(tokens, dtype=torch.bool)
 
 
+def fewest_rows(lengths: Sequence[int], room: int) -> int:
+    """The fewest rows of `room` tokens in which conversations of `lengths` can stand, by trying every way."""
+    rows = range(len(lengths))
+    return min(
+        len(set(ways))
+        for ways in itertools.product(rows, repeat=len(lengths))
+        if all(sum(length for length, way in zip(lengths, ways, strict=True) if way == row) <= room for row in rows)
+    )
+
+
 def loss_of_guess(name: str, target: Tensor, draft: Tensor, label: int | None) -> Tensor:
     """One loss of one guess, from probabilities: the target's over all tokens, the draft's 0 where it has none."""
     alpha = torch.minimum(target, draft).sum()
