@@ -182,6 +182,9 @@ class Decode:
     depth: int = 4  # of chains and dynamic trees
     branch: int = 4  # of dynamic trees: nodes that grow at every level, and children of each
     rows: int = 1
+    contexts: list[int] = field(
+        default_factory=lambda: [2048, 4096, 8192]
+    )  # python -m train.long_context: prompt and answer
     proposal: Proposal = Proposal.top
     temperature: float = 0.0
     top_k: int = 0

@@ -25,7 +25,11 @@ from train.data import write_rows
 from train.features import Live
 
 FAMILIES = sorted(file.stem for file in (ROOT / "conf" / "drafter").glob("*.yaml"))
-FITTING = {"draft_model": ["drafter.layers=1"]}  # knobs of a family that its defaults do not set for so small a target
+FITTING = {  # what a family's defaults do not fit so small a target with, or leave to chance while it learns
+    "draft_model": ["drafter.layers=1"],
+    "eagle": ["drafter.noise=0"],
+    "peagle": ["drafter.layers=2", "drafter.depths=4", "drafter.keep=1.0"],
+}
 QUESTIONS = ["How are you?", "b", "Name some colours.", "What is one and one and one?"]
 LENGTH = 24  # tokens learned by heart, the first aside
 EXACT = ("target.dtype=fp32", "optim.precision=fp32", "target.random.initializer_range=0.3")

@@ -268,6 +268,7 @@ def card(run: Run, drafter: Drafter, target: Target | Bodiless, best: Verdict, t
         "conf": run.conf_name,
         "data": run.data.path,
         "conversations": len(taught),
+        "longest": max(len(example.input_ids) for example in taught),
         "tokens": sum(len(example.input_ids) for example in taught),
         "answer_tokens": sum(sum(example.loss_mask) for example in taught),
         "optim": {**plain(run.optim), "betas": list(run.optim.betas)},
