@@ -252,11 +252,12 @@ class Growing:
         tokens[row, last] = committed.bonus
         slots = memory.length[:, None] + torch.arange(tokens.shape[1], device=device)
         pair, base = drafter.midlayer.inputs(drafter.embedded(tokens), drafter.fused(committed.features))
-        pairs = memory.write(drafter.midlayer.self_attn.pairs(pair, slots), slots)
+        attention = drafter.midlayer.self_attn
+        pairs = memory.write(attention.pairs(pair, slots), slots)
+        queries = attention.queries(pair, slots)[row, :, last][:, :, None]  # all are made: they come with the keys
         memory.length = memory.length + committed.length
-        at = slots[row, last]
-        seen = torch.arange(pairs[0].shape[2], device=device) <= at[:, None]
-        return self._step(pair[row, last][:, None], base[row, last][:, None], at[:, None], pairs, seen[:, None])
+        seen = torch.arange(pairs[0].shape[2], device=device) <= slots[row, last][:, None]
+        return self._step(queries, base[row, last][:, None], pairs, seen[:, None])
 
     def __call__(self, tokens: Tensor, places: Tensor) -> Tensor:
         """Log-probabilities [B, F, V] of what follows `tokens` [B, F], children of the nodes at `places` [B, F]."""
@@ -278,14 +279,14 @@ class Growing:
         slots = (self.start + above.shape[-1])[:, None] + torch.arange(count, device=tokens.device)
         position = (self.start + self.level - 1)[:, None].expand(-1, count)
         pair, base = drafter.midlayer.inputs(drafter.embedded(tokens), state)
-        pairs = memory.write(drafter.midlayer.self_attn.pairs(pair, position), slots)
+        attention = drafter.midlayer.self_attn
+        pairs = memory.write(attention.pairs(pair, position), slots)
         node = torch.arange(pairs[0].shape[2], device=tokens.device) - self.start[:, None]
         known = self.ancestors.shape[-1]
         index = node.clamp(0, known - 1)[:, None].expand(-1, count, -1)
         seen = torch.where((node < 0)[:, None], True, self.ancestors.gather(2, index) & (node < known)[:, None])
-        self.state = self._step(pair, base, position, pairs, seen)
+        self.state = self._step(attention.queries(pair, position), base, pairs, seen)
 
-    def _step(self, pair: Tensor, base: Tensor, position: Tensor, pairs: Pair, seen: Tensor) -> Tensor:
+    def _step(self, queries: Tensor, base: Tensor, pairs: Pair, seen: Tensor) -> Tensor:
         layer = self.drafter.midlayer
-        mixed = layer.self_attn.mixed(layer.self_attn.queries(pair, position), pairs, seen)
-        return layer.outputs(base, mixed)
+        return layer.outputs(base, layer.self_attn.mixed(queries, pairs, seen))

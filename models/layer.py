@@ -50,6 +50,8 @@ class Rotary:
 class Attention(nn.Module):
     """Projections of grouped-query attention that reads `width_in` wide inputs, with rotary positions."""
 
+    joined = ("k_proj", "v_proj", "q_proj")  # in the order they are asked for one input: when packed, one product
+
     def __init__(self, config: LlamaConfig, width_in: int):
         super().__init__()
         heads, groups = config.num_attention_heads, cast(int, config.num_key_value_heads)
@@ -75,10 +77,10 @@ class Attention(nn.Module):
     def mixed(self, queries: Tensor, pairs: Pair, seen: Tensor) -> Tensor:
         """[B, Q, D] attention of `queries` over `pairs`, each to where `seen` [B, Q, S] is true."""
         keys, values = pairs
-        out = nn.functional.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=seen[:, None], enable_gqa=True
-        )
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        rows = queries.unflatten(1, (self.groups, -1)).flatten(2, 3)  # heads of a group are rows: keys are read once
+        mask = seen.repeat(1, queries.shape[1] // self.groups, 1)[:, None]
+        out = nn.functional.scaled_dot_product_attention(rows, keys, values, attn_mask=mask)
+        return self.o_proj(out.reshape(queries.shape).transpose(1, 2).flatten(2))
 
     def mixed_with_own(self, queries: Tensor, pairs: Pair, seen: Tensor, own: list[Pair]) -> Tensor:
         """As `mixed`, and every query also sees its own key in each of `own`, keys and values [B, G, Q, C]."""
@@ -95,6 +97,8 @@ class Attention(nn.Module):
 
 class MLP(nn.Module):
     """down(SiLU(gate(x)) * up(x))."""
+
+    joined = ("gate_proj", "up_proj")
 
     def __init__(self, config: LlamaConfig):
         super().__init__()

@@ -90,7 +90,8 @@ def pack(module: nn.Module, joined: Iterable[Sequence[nn.Linear]] = ()) -> None:
 
 def declared(module: nn.Module) -> list[list[nn.Linear]]:
     """The linear layers that modules under `module` declare, by the names in `joined`, to be asked for one input."""
-    return [[getattr(part, name) for name in part.joined] for part in module.modules() if hasattr(part, "joined")]
+    names = [(part, getattr(part, "joined", ())) for part in module.modules()]
+    return [[getattr(part, name) for name in some] for part, some in names if some]
 
 
 def _replace(module: nn.Module, twins: dict[nn.Linear, nn.Module]) -> None:
