@@ -125,7 +125,15 @@ class Target:
         return twin
 
     def cache(self, rows: int, capacity: int) -> KVCache:
-        """Room for `rows` sequences of `capacity` tokens."""
+        """Room for `rows` sequences of `capacity` tokens. Raises ValueError where memory has not that much."""
+        heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
+        width = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+        row, free = 2 * len(self.layers) * heads * width * capacity * self.dtype.itemsize, free_memory(self.device)
+        if rows * row > free:
+            raise ValueError(
+                f"{rows} rows of {capacity:,} tokens need {rows * row / 1e9:.1f} GB for keys and values and {free / 1e9:.1f} GB are free; "
+                f"at most {free // row} rows fit"
+            )
         return KVCache(len(self.layers), rows, capacity, self.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -225,6 +233,16 @@ def end_tokens(listed: list[int] | int | None, tokenizer: PreTrainedTokenizerBas
     """The end tokens that a model's configuration lists, and the tokenizer's own."""
     every = [*(listed if isinstance(listed, list) else [listed]), tokenizer.eos_token_id]
     return frozenset(token for token in every if token is not None)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that `device` can still give; where the system does not say, no end of them."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    listed = Path("/proc/meminfo")
+    lines = listed.read_text().splitlines() if listed.exists() else []
+    told = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
+    return told[0] if told else 1 << 62
 
 
 def device_of(name: str) -> torch.device:

@@ -286,6 +286,11 @@ def test_a_tree_reads_every_key_once_for_all_the_heads_that_share_it(
     assert shapes == [((1, 2, 2 * 3, 8), (1, 2, 8, 8))] * 3
 
 
+def test_a_batch_beyond_memory_is_refused_with_the_size_that_fits(llama: Family) -> None:
+    with pytest.raises(ValueError, match=r"10000000000 rows of 100 tokens need .* GB for keys .* at most \d+ rows fit"):
+        llama.target.cache(10**10, 100)
+
+
 def test_a_model_that_changes_what_its_layers_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Joined to one product, both layers would see what only the first is to see."""
 
