@@ -23,7 +23,7 @@ class KVCache(Cache):
         self.store: Tensor | None = None  # [L, 2, B, H, capacity, D]
         self.filled: Tensor | None = None  # rows whose prompts are being read
         self.slots = torch.empty(0)  # [B, N] where the nodes of this pass go
-        self.rows = torch.arange(rows, device=device)[:, None]
+        self.rows = torch.empty(0)  # [B, 1]
         super().__init__(layers=[_Layer(self, index) for index in range(layers)])
 
     def open(self, nodes: int, known: int = 0) -> None:
@@ -35,6 +35,7 @@ class KVCache(Cache):
                 f"the cache holds {self.capacity} tokens a row and this pass needs {self.end}; ask for fewer new tokens or a smaller tree"
             )
         self.aligned = bool((self.lengths == self.lengths[0]).all())
+        self.rows = torch.arange(len(self.lengths), device=self.where)[:, None]
         self.slots = (self.lengths[:, None] + known + torch.arange(nodes)).to(self.where)
 
     def fill(self, rows: Tensor, lengths: Tensor) -> None:
@@ -61,6 +62,15 @@ class KVCache(Cache):
     def reset(self, rows: Tensor | None = None) -> None:
         """Forget what `rows` [R] held, or all."""
         self.lengths[slice(None) if rows is None else rows] = 0
+
+    def select(self, rows: Tensor) -> None:
+        """Hold only `rows` [R] from now on, in this order."""
+        self.lengths = self.lengths[rows]
+        if self.store is not None:
+            self.store = self.store[:, :, rows.to(self.where)]
+            for layer, pair in zip(self.layers, self.store, strict=True):
+                assert isinstance(layer, _Layer)
+                layer.keys, layer.values = pair
 
 
 class _Layer(CacheLayerMixin):
