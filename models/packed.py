@@ -38,16 +38,17 @@ class Joined:
         weight = torch.cat([layer.weight.detach() for layer in layers])
         self.sizes = [layer.out_features for layer in layers]
         self.product = PackedLinear(weight, joined_bias(layers))
-        self.read: Tensor | None = None  # the input that the others will ask for as well
-        self.made: Sequence[Tensor] = ()
+        self.read: Tensor | None = None  # the input that others will ask for as well
+        self.made: dict[int, Tensor] = {}  # what they have not taken yet
 
     def part(self, place: int, states: Tensor) -> Tensor:
-        """What layer `place` makes of `states`; the first layer never takes what another pass has left."""
-        if place == 0 or states is not self.read:
-            self.read, self.made = states, self.product(states).split(self.sizes, dim=-1)
-        part = self.made[place]
-        if place == len(self.sizes) - 1:
-            self.read, self.made = None, ()
+        """What layer `place` makes of `states`; nobody takes twice, so what another pass has left is not taken for this one's."""
+        if states is not self.read or place not in self.made:
+            parts = self.product(states).split(self.sizes, dim=-1)
+            self.read, self.made = states, dict(enumerate(parts))
+        part = self.made.pop(place)
+        if not self.made:
+            self.read = None
         return part
 
 
