@@ -168,5 +168,7 @@ class Run:
     out: str = "${run_folder:${hydra:runtime.choices.conf},${hydra:mode},${hydra:job.override_dirname}}"
     overwrite: bool = False
     trained: str | None = None  # a drafter to measure: folder or Hub name; null: that of `out`, else the shipped one
+    allow_pickle: bool = False  # for outrider-convert: read *.bin and *.pt that hold nothing but tensors
+    layout: str | None = None  # for outrider-export and outrider-convert: vllm, sglang, speculators, eagle or medusa
     show: int = 3  # conversations that `python -m train.data` prints
     conf_name: str = "${hydra:runtime.choices.conf}"

@@ -1,0 +1,7 @@
+"""The console scripts around a trained drafter: write it for others, read theirs, examine either."""
+
+from conf import command, named
+
+export = command("train.export:export")
+convert = named("train.convert:convert")
+doctor = named("train.doctor:examine")
