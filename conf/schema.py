@@ -170,5 +170,8 @@ class Run:
     trained: str | None = None  # a drafter to measure: folder or Hub name; null: that of `out`, else the shipped one
     allow_pickle: bool = False  # for outrider-convert: read *.bin and *.pt that hold nothing but tensors
     layout: str | None = None  # for outrider-export and outrider-convert: vllm, sglang, speculators, eagle or medusa
+    hub: str | None = None  # for outrider-export and outrider-upload: the repository owner/name that gets the export
+    report: str | None = None  # of a measurement, a file or folder: its figures stand on the model card
+    dry_run: bool = False  # write the model card and say what would be uploaded
     show: int = 3  # conversations that `python -m train.data` prints
     conf_name: str = "${hydra:runtime.choices.conf}"

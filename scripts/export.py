@@ -2,7 +2,7 @@
 
 from conf import command
 
-main = command("train.export:export")
+main = command("train.upload:share")
 
 if __name__ == "__main__":
     main()

@@ -2,6 +2,7 @@
 
 from conf import command, named
 
-export = command("train.export:export")
+export = command("train.upload:share")
 convert = named("train.convert:convert")
 doctor = named("train.doctor:examine")
+upload = named("train.upload:upload")

@@ -1,5 +1,6 @@
 """Write a trained drafter as another program reads it, with what is needed to serve it."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 from conf import packaged
 from conf.schema import Run
 from conf.schema import Target as TargetConf
-from decode.opening import target_folder
+from decode.opening import open_tokenizer, target_folder
 from models.ends import Ends
 from models.layouts import Layout, Served, layout_for
 from models.shelf import CARD, WEIGHTS, Card, load_drafter, packed, read_card, replace_folder, require_target
@@ -22,8 +23,8 @@ RECORD = (
 RARE = 0.05  # a guess that is reached less often than this is not worth a token of the target's pass
 
 
-def export(run: Run) -> None:
-    """Write the run's drafter in the layout `layout`, in a folder of its own."""
+def export(run: Run) -> Path:
+    """Write the run's drafter in the layout `layout`, in the folder that is returned."""
     if run.layout is None:
         raise ValueError(
             "layout= is not set; name the program that will read the drafter: vllm, sglang, speculators, eagle or medusa"
@@ -35,8 +36,10 @@ def export(run: Run) -> None:
     folder = target_folder(run.target)
     require_target(card, source, identify(folder, run.target.name, run.target.trust_remote_code))
     served = layout.write(*opened_drafter(source, card, folder), verifier(run.target, folder))
-    write(served, layout, source, card, verifier(run.target, folder), out)
+    template = template_digest(open_tokenizer(run.target).chat_template)
+    write(served, layout, source, card, verifier(run.target, folder), template, out)
     print(f"the drafter of {source} is in {out}, as {layout.name} reads it; {out / 'serve.md'} says how to serve it")
+    return out
 
 
 def trained(run: Run) -> Path:
@@ -71,17 +74,22 @@ def opened_drafter(source: Path, card: Card, folder: Path) -> tuple[Any, dict[st
     return load_drafter(source, card, ends, torch.float32), load_file(source / WEIGHTS), ends
 
 
-def write(served: Served, layout: Layout, source: Path, card: Card, target: str, out: Path) -> None:
+def write(served: Served, layout: Layout, source: Path, card: Card, target: str, template: str, out: Path) -> None:
     """All files beside their folder, which then gets its name; the same drafter gives the same bytes."""
     beside = out.with_name(f".{out.name}.part")
     beside.mkdir(parents=True)
     (beside / layout.file).write_bytes(packed(served.tensors))
     (beside / "config.json").write_text(json.dumps(served.config, indent=2) + "\n")
     (beside / RECORD).write_bytes((source / CARD).read_bytes())
-    settings = engine_settings(layout, card)
+    settings = {"chat_template": template, **engine_settings(layout, card)}
     (beside / "serve.json").write_text(json.dumps(settings, indent=2) + "\n")
     (beside / "serve.md").write_text(recipe(layout, card, settings, target))
     replace_folder(beside, out)
+
+
+def template_digest(template: Any) -> str:
+    """A chat template's fingerprint."""
+    return hashlib.sha256(repr(template).encode()).hexdigest()[:16]
 
 
 def guesses(card: Card) -> int:
