@@ -112,7 +112,7 @@ class Handler(BaseHTTPRequestHandler):
             )
         return self.answer({"error": f"the stand-in does not know {self.path}"}, 404)
 
-    def do_HEAD(self) -> None:  # noqa: N802 - http.server's name
+    def do_HEAD(self) -> None:
         """As GET, without the content."""
         self.do_GET()
 

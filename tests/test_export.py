@@ -200,8 +200,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[stand_in.Hu
     with stand_in.standing() as standing:
         monkeypatch.setattr(constants, "ENDPOINT", standing.url)
         monkeypatch.setattr(
-            "huggingface_hub.file_download.HUGGINGFACE_CO_URL_TEMPLATE",
-            standing.url + "/{repo_id}/resolve/{revision}/{filename}",
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", standing.url + "/{repo_id}/resolve/{revision}/{filename}"
         )
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setenv("HF_TOKEN", "hf_of_this_test")

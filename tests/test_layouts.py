@@ -15,12 +15,15 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import LlamaConfig
 
-from models.drafter import Drafter, FeatureBatch
+from models.drafter import Drafter
 from models.eagle3 import Eagle3
+from models.eagle3_files import VllmEagle3
 from models.ends import Ends
-from models.layouts import LAYOUTS, Layout, Own, Served, layout_for, recognised
+from models.layouts import LAYOUTS, layout_for, recognised
 from models.medusa import Medusa
+from models.served import Layout, Own, Served
 from models.shelf import family_class, packed
+from test_eagle3 import Case, unrolled
 
 GOLDEN = Path(__file__).parent / "golden"
 V, D, DEPTH = 40, 16, 9
@@ -159,17 +162,11 @@ def golden(name: str) -> tuple[dict[str, Any], dict[str, Tensor], Served, Ends]:
     return told, tensors, Served(told["config"], draft), Ends(embedding, embedding, None, config)
 
 
-def logits_of(own: Own, ends: Ends, tensors: dict[str, Tensor], steps: int) -> list[Tensor]:
+def logits_of(own: Own, ends: Ends, told: dict[str, Any], tensors: dict[str, Tensor], steps: int) -> list[Tensor]:
     """What our drafter of these weights says at every step and position."""
     drafter = Eagle3(ends, **own.knobs)
     drafter.load_state_dict(own.tensors)
-    ids, features, mask, last = (
-        tensors[key].reshape(-1, 24, *tensors[key].shape[tensors["input_ids"].dim() :])
-        for key in ("input_ids", "aux_hidden_states", "loss_mask", "last_hidden_state")
-    )
-    batch = FeatureBatch(ids, mask.bool(), torch.zeros_like(ids), torch.arange(24).expand_as(ids), features, last)
-    states = drafter.unroll(batch, [torch.ones_like(ids, dtype=torch.bool)] * steps)
-    return [drafter.logits(state).unflatten(0, ids.shape) for state in states]
+    return unrolled(Case(told, tensors, drafter), steps)
 
 
 @pytest.mark.parametrize(
@@ -185,20 +182,20 @@ def test_a_drafter_of_speculators_means_here_what_it_means_there(name):
     }
     config["eagle_aux_hidden_state_layer_ids"] = [2, 4, 6]
     own = layout_for("speculators", EAGLE3).read(Served(config, draft.tensors), target)
-    for step, logits in enumerate(logits_of(own, target, tensors, 4)):
+    for step, logits in enumerate(logits_of(own, target, told, tensors, 4)):
         wanted = tensors[f"expected.logits.{step}"]
         torch.testing.assert_close(logits[0, : len(wanted)], wanted, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["eagle3_ttt", "eagle3_fcnorm_ttt"])
 def test_a_drafter_of_specforge_means_here_what_it_means_there(name):
-    _, tensors, draft, target = golden(name)
+    told, tensors, draft, target = golden(name)
     config = {**draft.config, "architectures": ["LlamaForCausalLMEagle3"], "norm_output": True, "draft_vocab_size": 128}
     config["fc_norm"] = "fcnorm" in name
     served = Served(config, draft.tensors)
     own = recognised(served).read(served, target)
     assert own.taps == [2, 4, 6]
-    for step, logits in enumerate(logits_of(own, target, tensors, 7)):
+    for step, logits in enumerate(logits_of(own, target, told, tensors, 7)):
         torch.testing.assert_close(logits, tensors[f"expected.logits.{step}"], atol=1e-5, rtol=1e-5)
 
 
@@ -362,6 +359,17 @@ def test_a_layout_that_the_family_does_not_have_is_refused():
         recognised(served("vllm", EAGLE3, **SMALL), "tgi")
     with pytest.raises(ValueError, match="this is no known layout of a drafter: it holds a"):
         recognised(Served({}, {"a": torch.ones(1)}))
+
+
+def test_a_knob_that_a_layout_has_no_word_for_is_refused_unless_it_is_as_usual():
+    class Curt(VllmEagle3):
+        knobs = frozenset({"taps"})
+
+    Curt().require_said({"taps": [1, 2], "fc_norm": False})
+    with pytest.raises(
+        ValueError, match=r"layout=vllm has no word for fc_norm=True, residual=after_norm; train without"
+    ):
+        Curt().require_said({"taps": [1, 2], "fc_norm": True, "residual": "after_norm"})
 
 
 def test_a_bias_on_the_targets_head_has_no_place_in_vllms_shared_medusa():

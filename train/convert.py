@@ -11,7 +11,8 @@ from torch import Tensor
 from conf.schema import Run
 from decode.opening import target_folder
 from models.ends import Ends, opened, tensor_files
-from models.layouts import Layout, Own, Served, recognised
+from models.layouts import recognised
+from models.served import Layout, Own, Served
 from models.shelf import CARD, Card, keep, read_card, require_target
 from models.source import Identity, fetched, identify
 from train.export import RECORD

@@ -29,7 +29,8 @@ from train.sources import rows_of
 
 CONVERSATIONS, LONGEST = 8, 256  # that are replayed: the last of the data, which training held out
 MENDED = 1.1  # how much more a suspicion must accept to be named
-LOST = 0.75  # of the recorded acceptance: less is ill
+LOST = 0.9  # of the recorded acceptance: less is ill, where it is not chance
+SIGMAS = 4  # how far chance goes, in standard deviations of a share of the replayed positions
 ZEROS = 0.02  # share of a matrix that may be zero: more is underflow
 FLAGS = ("norm_before_residual", "norm_output", "fc_norm")
 
@@ -47,6 +48,7 @@ class Chart:
 
     findings: list[Finding] = field(default_factory=list)
     measured: list[float] = field(default_factory=list)  # acceptance by depth in the replay
+    seen: list[float] = field(default_factory=list)  # positions it was measured at
     recorded: list[float] = field(default_factory=list)  # and what training measured
 
 
@@ -86,7 +88,8 @@ def chart_of(run: Run, folder: Path) -> Chart:
     if chart.findings or isinstance(patient, Finding):
         return chart
     texts = read_texts(run, record, target, patient)
-    chart.measured = rates(hits(patient, texts))
+    counts = hits(patient, texts)
+    chart.measured, chart.seen = rates(counts), counts[1].tolist()
     chart.findings = [*complaints(chart, patient, texts, served.tensors, target)]
     return chart
 
@@ -256,12 +259,19 @@ def read_texts(run: Run, record: dict[str, Any], target: Target, patient: Patien
     return texts
 
 
+def lost(now: float, then: float, seen: float) -> bool:
+    """Whether an acceptance of `now` at `seen` positions is less than `then` beyond chance."""
+    chance = SIGMAS * (then * (1 - then) / max(seen, 1)) ** 0.5
+    return now < min(LOST * then, then - chance)
+
+
 def complaints(
     chart: Chart, patient: Patient, texts: list[Text], tensors: dict[str, Tensor], target: Target
 ) -> Iterator[Finding]:
     """What the replay shows: the suspicion that mends it most, or that none does."""
     base, known = sum(chart.measured), chart.recorded[: len(chart.measured)]
-    fallen = [depth for depth, rate in enumerate(known, start=1) if chart.measured[depth - 1] < LOST * rate]
+    triples = zip(chart.measured, known, chart.seen, strict=False)
+    fallen = [depth for depth, triple in enumerate(triples, start=1) if lost(*triple)]
     if known and not fallen:
         return
     tried = [(sum(rates(hits(other, theirs))), name) for name, other, theirs in suspicions(patient, texts, target)]

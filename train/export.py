@@ -13,7 +13,8 @@ from conf.schema import Run
 from conf.schema import Target as TargetConf
 from decode.opening import open_tokenizer, target_folder
 from models.ends import Ends
-from models.layouts import Layout, Served, layout_for
+from models.layouts import layout_for
+from models.served import Layout, Served
 from models.shelf import CARD, WEIGHTS, Card, load_drafter, packed, read_card, replace_folder, require_target
 from models.source import from_hub, identify
 
@@ -32,6 +33,7 @@ def export(run: Run) -> Path:
     source = trained(run)
     card = read_card(source)
     layout = layout_for(run.layout, card.family)
+    layout.require_said(card.knobs)
     out = destination(run, layout)
     folder = target_folder(run.target)
     require_target(card, source, identify(folder, run.target.name, run.target.trust_remote_code))
