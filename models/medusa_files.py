@@ -70,7 +70,8 @@ class MedusaLayout(Layout):
 class VllmMedusa(MedusaLayout):
     """vLLM's own names: `blocks.k.layers.j`, and an output matrix for each head or one for all.
 
-    A reduced vocabulary stands as token_map, the target's ids; vLLM takes it with one matrix for all only.
+    A reduced vocabulary stands as token_map, the target's ids; vLLM takes it with one matrix for all only. vLLM 0.32.0 then wants
+    its check of loaded weights off: it takes the token_map that it has just read for a parameter that was not.
     """
 
     name = "vllm"

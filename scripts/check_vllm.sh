@@ -22,7 +22,7 @@ trap 'rm -rf "$home"' EXIT
 export PYTHONPATH="$PWD:$PWD/scripts${PYTHONPATH:+:$PYTHONPATH}" CHECK_VLLM=$home
 export CHECK_LAYOUTS=${LAYOUTS:-vllm} CHECK_PROMPTS=${PROMPTS:-20}
 "$python" scripts/check_vllm.py "$@"
-export VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_LOGGING_LEVEL=ERROR
+export VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_LOGGING_LEVEL=ERROR VLLM_ENABLE_V1_MULTIPROCESSING=0
 for layout in ${CHECK_LAYOUTS//,/ }; do
     (cd "$home" && env -u PYTHONPATH "$theirs/bin/python" "$OLDPWD/scripts/serve_vllm.py" "$home" "$layout")
 done

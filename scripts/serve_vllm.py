@@ -5,6 +5,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+LOADER = {
+    "enable_weights_track": False
+}  # else vLLM 0.32.0 refuses the token_map that its own Medusa makes a parameter of
 METHODS = {"MedusaModel": "medusa"}
 
 
@@ -30,6 +33,7 @@ def serve(home: Path, layout: str) -> None:
         enable_prefix_caching=False,
         disable_log_stats=False,
         speculative_config=told,
+        model_loader_extra_config=LOADER,
     )
     how = SamplingParams(temperature=0.0, max_tokens=asked["tokens"], ignore_eos=True)
     said = llm.generate([{"prompt_token_ids": ids} for ids in asked["prompts"]], how)

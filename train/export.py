@@ -113,6 +113,8 @@ def engine_settings(layout: Layout, card: Card) -> dict[str, Any]:
     }
     if layout.method:
         told["vllm"] = {"method": layout.method, "num_speculative_tokens": depth}
+        if layout.method == "medusa" and card.knobs.get("vocabulary"):
+            told["vllm_loader"] = {"enable_weights_track": False}  # see models/medusa_files.py
     if layout.name == "sglang":
         tree = {"speculative_num_steps": depth, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 10}
         told["sglang"] = {"speculative_algorithm": "EAGLE3", **tree}
@@ -129,7 +131,10 @@ def recipe(layout: Layout, card: Card, settings: dict[str, Any], target: str) ->
     ]
     if "vllm" in settings:
         told = json.dumps({**settings["vllm"], "model": here})
-        lines += ["", "```bash", f"vllm serve {target} --speculative-config '{told}'", "```"]
+        loader = (
+            f" --model-loader-extra-config '{json.dumps(settings['vllm_loader'])}'" if "vllm_loader" in settings else ""
+        )
+        lines += ["", "```bash", f"vllm serve {target} --speculative-config '{told}'{loader}", "```"]
     if "sglang" in settings:
         flags = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in settings["sglang"].items())
         lines += [

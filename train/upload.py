@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 from huggingface_hub import HfApi
-from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError
 
 from conf.schema import Run
 from decode.figures import Figure
@@ -13,7 +13,7 @@ from decode.gather import conditions, find, read
 from train.export import RECORD, export
 
 CARD = "README.md"
-DENIED = (401, 403)
+DENIED = (401, 403, 404)
 
 
 def share(run: Run) -> None:
@@ -62,23 +62,13 @@ def send(folder: Path, name: str) -> str:
     try:
         api.create_repo(name, private=True, exist_ok=True)
         return api.upload_folder(repo_id=name, folder_path=folder, commit_message="A drafter, by Outrider").oid
-    except (GatedRepoError, RepositoryNotFoundError) as error:
-        raise ValueError(
-            f"the Hub does not let you write to {name} ({type(error).__name__}); log in with `hf auth login`"
-        ) from None
-    except HfHubHTTPError as error:
-        status = error.response.status_code
+    except Exception as error:  # the Hub's client raises its own errors, those of its transport and the system's
+        status = error.response.status_code if isinstance(error, HfHubHTTPError) else type(error).__name__
         if status in DENIED:
-            raise ValueError(
-                f"the Hub does not let you write to {name} ({status}); log in with `hf auth login`, or name a repository of yours"
-            ) from None
-        raise ValueError(
-            f"the upload to {name} was interrupted ({status}); run outrider-upload {folder} hub={name} again"
-        ) from None
-    except OSError as error:
-        raise ValueError(
-            f"the upload to {name} was interrupted ({type(error).__name__}); run outrider-upload {folder} hub={name} again"
-        ) from None
+            way = "log in with `hf auth login`, or name a repository of yours"
+            raise ValueError(f"the Hub does not let you write to {name} ({status}); {way}") from None
+        again = f"run outrider-upload {folder} hub={name} again"
+        raise ValueError(f"the upload to {name} was interrupted ({status}); {again}") from None
 
 
 def model_card(folder: Path, name: str, report: str | None) -> str:
