@@ -1,6 +1,7 @@
 """From a trained drafter to a served one and back: the commands, their folders, the Hub, and whatever they refuse."""
 
 import json
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from safetensors.torch import load_file, save_file
 
 import hub as stand_in
 from conf.schema import Run
+from decode.engine import Generation, Step
 from decode.opening import target_folder
 from models.ends import Ends
 from models.shelf import Card, family_class, read_card, save_drafter
 from models.source import identify
-from runs import composed, said
+from runs import ROOT, composed, said
 from train.convert import convert
 from train.export import export, guesses
 from train.upload import share, upload
@@ -122,6 +124,19 @@ def test_chains_are_as_long_as_guesses_are_reached_often_enough():
     assert guesses(rates(0.5, 0.4, 0.2, 0.9)) == 2
     assert guesses(rates(0.01)) == 1
     assert guesses(Card("", {}, {}, [])) == 3
+
+
+def test_the_check_against_vllm_counts_every_round_that_began_before_the_limit_and_the_last_one_whole():
+    counted = runpy.run_path(str(ROOT / "scripts" / "check_vllm.py"))["counted"]
+    paths = [2, 0, 1, *[2] * 30]
+    steps = [Step(2, tuple(range(1, path + 1)), 2, path + 1) for path in paths]
+    rounds = 3 + 19  # 1 from the prompt, 6 in three rounds, then 3 in each: the twentieth begins at 64
+    assert counted([Generation(0, steps=steps)], 2) == {
+        "drafts": rounds,
+        "drafted": 2 * rounds,
+        "accepted": 3 + 2 * 19,
+        "per_position": [2 + 19, 1 + 19],
+    }
 
 
 # --- pickles ----------------------------------------------------------------------------------------------------------
@@ -247,6 +262,11 @@ def test_a_dry_run_writes_the_card_and_sends_nothing(drafters, tmp_path, hub, ca
     ):
         assert fact in text
     assert "<this folder>" not in text
+
+
+def test_a_hub_name_that_is_not_there_or_not_shown_is_refused(hub, tmp_path):
+    with pytest.raises(ValueError, match=r"the Hub shows no drafter 'me/nothing': check the spelling, or log in"):
+        convert(run_of("trained=me/nothing", f"out={tmp_path / 'back'}"))
 
 
 def test_an_interrupted_upload_is_called_so_and_goes_on(drafters, tmp_path, hub, monkeypatch):

@@ -342,6 +342,13 @@ def test_an_old_rope_spelling_alone_is_read_and_named():
     assert [note for note in notes if "one spelling only" in note]
 
 
+def test_a_drafter_made_for_fewer_positions_than_the_target_is_read_and_says_so():
+    files = served("vllm", EAGLE3, **SMALL)
+    files.config["max_position_embeddings"] = 32
+    (note,) = layout_for("vllm", EAGLE3).read(files, ends()).notes
+    assert note == "it was made for 32 positions and the target for 64: expect less beyond the shorter"
+
+
 def test_a_missing_t2d_is_made_from_d2t():
     files = served("sglang", EAGLE3, **SMALL)
     t2d = files.tensors.pop("t2d")
