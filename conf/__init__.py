@@ -19,6 +19,7 @@ ROOT = {
     "defaults": [
         "schema",
         "_self_",
+        {"engine": "auto"},
         {"conf": "tiny"},
         {"override hydra/job_logging": "stdout"},
         {"override hydra/hydra_logging": "none"},
@@ -27,6 +28,7 @@ ROOT = {
         "run": {"dir": "."},  # Hydra makes no folder for a run: the job makes `out` once it has nothing to complain of
         "sweep": {"dir": "outputs", "subdir": "."},
         "output_subdir": None,
+        "callbacks": {"sweep": {"_target_": "train.sweep.Sweep"}},
         "job": {
             "chdir": False,
             "name": "outrider",

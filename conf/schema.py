@@ -28,6 +28,13 @@ class Reasoning(Enum):
     drop = "drop"
 
 
+class Api(Enum):
+    """How an endpoint is asked: by the prompt's token ids, or by messages, which its own template renders."""
+
+    completions = "completions"
+    chat = "chat"
+
+
 class Wandb(Enum):
     """Where curves go."""
 
@@ -41,6 +48,25 @@ class Proposal(Enum):
 
     top = "top"
     sampled = "sampled"
+
+
+class Kind(Enum):
+    """Who shares what: conf/engine/*.yaml says it in words."""
+
+    auto = "auto"
+    single = "single"
+    ddp = "ddp"
+    fsdp2 = "fsdp2"
+    zero1 = "zero1"
+    zero2 = "zero2"
+    zero3 = "zero3"
+
+
+class Schedule(Enum):
+    """How the learning rate falls to zero after the warm-up."""
+
+    cosine = "cosine"
+    linear = "linear"
 
 
 @dataclass
@@ -88,17 +114,31 @@ class Data:
 
 @dataclass
 class Optim:
-    """AdamW with a linear warm-up and a cosine to zero."""
+    """AdamW with a linear warm-up and a fall to zero."""
 
     lr: float = 1e-3
     steps: int = 1000
     batch: int = 8  # conversations a rank and micro-batch
-    accumulate: int = 1
+    accumulate: int = 1  # micro-batches a rank and step
+    together: int | None = (
+        None  # conversations a step over all ranks, from which accumulate follows; null: batch * accumulate * ranks
+    )
     warmup: int = 50
+    schedule: Schedule = Schedule.cosine
     clip: float = 1.0
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     precision: str = "auto"  # auto: bf16 autocast where the machine computes in it, else fp32
+    patience: int | None = None  # stop after so many evaluations in a row below the best tau; null: never
+
+
+@dataclass
+class Engine:
+    """How processes share a run, and what time is traded for memory."""
+
+    kind: Kind = Kind.auto
+    checkpointing: bool = False  # forget what is inside a drafter's layers and compute it again in the backward pass
+    compile: bool = False  # torch.compile a drafter's layers: slow to start
 
 
 @dataclass
@@ -107,6 +147,9 @@ class Log:
 
     evaluate_every: int = 200
     save_every: int = 200
+    keep: int = 1  # checkpoints that stay, the newest
+    prompts: int = 0  # held-out prompts that each evaluation also decodes, as chains
+    tokens: int = 32  # how many tokens after each
     wandb: Wandb = Wandb.disabled
     project: str = "outrider"
 
@@ -120,7 +163,7 @@ class Decode:
     turns: int = 1  # of a conversation, at most; the next follows the target's own answer
     longest: int = 400  # prompt tokens
     tokens: int = 96
-    tree: Any = "auto"  # auto: the drafter's recommended tree, else dynamic; chain; dynamic; or a list of paths
+    tree: Any = "auto"  # auto: the drafter's recommended tree, else dynamic; chain; dynamic; a list of paths; or a published tree
     nodes: int = 10  # tree size, root included
     depth: int = 4  # of chains and dynamic trees
     branch: int = 4  # of dynamic trees: nodes that grow at every level, and children of each
@@ -148,9 +191,15 @@ class Regenerate:
     count: int = 1000  # questions to imagine
     out: str | None = None
     tokens: int = 160
-    rows: int = 64
+    rows: int = 64  # answers under way at a time
     longest: int = 512  # longer prompts are left out
     temperature: float = 0.0
+    drafter: str | None = None  # answers sooner, with the same words: a conf, folder or Hub name; its tree is decode's
+    url: str | None = None  # an OpenAI-compatible endpoint that serves the target, such as http://localhost:8000/v1
+    model: str | None = None  # what it calls the target; null: the only one it serves
+    api: Api = Api.completions  # chat for servers that take no token ids, such as TGI; theirs are the sampling defaults
+    timeout: float = 600.0  # seconds that it may take over one answer
+    tries: int = 8  # a question; a minute in all where the server is gone
 
 
 @dataclass
@@ -161,12 +210,15 @@ class Run:
     drafter: dict[str, Any] = field(default_factory=dict)  # _target_ and the family's knobs
     data: Data = field(default_factory=Data)
     optim: Optim = field(default_factory=Optim)
+    engine: Engine = field(default_factory=Engine)
     log: Log = field(default_factory=Log)
     decode: Decode = field(default_factory=Decode)
     regenerate: Regenerate = field(default_factory=Regenerate)
     seed: int = 0
     out: str = "${run_folder:${hydra:runtime.choices.conf},${hydra:mode},${hydra:job.override_dirname}}"
     overwrite: bool = False
+    plan: bool = False  # `python -m train` only says what the run would take,
+    machine: str | None = None  # on so many ranks of so many GB, such as 8x80; null: here
     trained: str | None = None  # a drafter to measure: folder or Hub name; null: that of `out`, else the shipped one
     allow_pickle: bool = False  # for outrider-convert: read *.bin and *.pt that hold nothing but tensors
     layout: str | None = None  # for outrider-export and outrider-convert: vllm, sglang, speculators, eagle or medusa

@@ -7,9 +7,9 @@ from pathlib import Path
 from conf.schema import Decode, Proposal, Run
 from decode.opening import find_beside, find_drafter, target_folder
 from models.drafter import Budget
-from models.shelf import Card, read_card, require_target
+from models.shelf import Card, family_class, read_card, require_target
 from models.source import identify
-from models.tree import chain, ordered_paths
+from models.tree import chain, ordered_paths, published_trees
 
 
 @dataclass
@@ -37,7 +37,19 @@ def arms_of(run: Run) -> list[Arm]:
 def arm_of(name: str, found: Path | Card, how: Decode) -> Arm:
     """The drafter that was found, in a folder or as a card alone, and what it may propose."""
     folder, card = (None, found) if isinstance(found, Card) else (found, read_card(found))
-    return Arm(name, folder, card, budget_for(how, card))
+    budget = budget_for(how, card)
+    require_reach(card, budget)
+    return Arm(name, folder, card, budget)
+
+
+def require_reach(card: Card, budget: Budget) -> None:
+    """Raise ValueError where the static tree is deeper than the drafter guesses."""
+    reach = family_class(card.family, card.knobs).reach(card.knobs)
+    depth = max(map(len, budget.paths), default=0)
+    if reach is not None and depth > reach:
+        raise ValueError(
+            f"the tree is {depth} deep and this drafter has {reach} heads; choose a shallower tree with decode.tree= or decode.depth="
+        )
 
 
 def budget_for(how: Decode, card: Card) -> Budget:
@@ -49,11 +61,13 @@ def budget_for(how: Decode, card: Card) -> Budget:
         paths = ordered_paths(card.tree[: how.nodes - 1])
     elif how.tree == "chain":
         paths = chain(how.depth)
+    elif isinstance(how.tree, str) and how.tree in (published := published_trees()):
+        paths = ordered_paths(published[how.tree])
     elif how.tree and isinstance(how.tree, list) and all(isinstance(path, list) for path in how.tree):
         paths = ordered_paths(how.tree)
     else:
         raise ValueError(
-            f"decode.tree={how.tree}; use auto, chain, dynamic, or a list of paths such as [[0],[1],[0,0]]"
+            f"decode.tree={how.tree}; use auto, chain, dynamic, or a list of paths such as [[0],[1],[0,0]], or a published tree: {', '.join(published_trees())}"
         )
     return Budget(tuple(paths), max(how.nodes, len(paths) + 1), how.depth, sampled=sampled)
 

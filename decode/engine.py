@@ -19,6 +19,7 @@ from models.target import Target
 from models.tree import TokenTree
 
 PHASES = ("draft", "verify", "accept", "keep")
+TOGETHER = 16  # of so many rows one may stand empty until prompts are read for all that do
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,8 @@ def rounds(
     state = drafter.begin(rows, seats.cache.capacity)
     clock = Clock(target.device)
     while seats.fill():
+        if state is None:  # a drafter's own memory has a place for every row
+            seats.shrink()
         clock.lap()
         tree = drafter.propose(seats.committed, state, budget, seats.voice)
         draft = clock.lap()
@@ -200,6 +203,8 @@ class Seats:
         clock.lap()
         self.prefill = 0.0
         free = [row for row, who in enumerate(self.sitting) if who is None][: len(self.waiting)]
+        if any(self.sitting) and len(free) < min(len(self.sitting) // TOGETHER, len(self.waiting)):
+            free = []  # a few more, and all are read in one pass
         while free:
             self._seat(free, [self.waiting.popleft() for _ in free])
             self.prefill += clock.lap()
@@ -232,6 +237,18 @@ class Seats:
         )
         for row, token in zip(free, first.bonus.tolist(), strict=True):
             self._say(row, [token])
+
+    def shrink(self) -> None:
+        """Once nobody waits and half the rows are empty, drop those."""
+        taken = [row for row, who in enumerate(self.sitting) if who is not None]
+        if self.waiting or 2 * len(taken) > len(self.sitting):
+            return
+        self.sitting, self.draws = [self.sitting[row] for row in taken], [self.draws[row] for row in taken]
+        rows = torch.tensor(taken)
+        self.cache.select(rows)
+        held = self.committed
+        parts = (held.tokens, held.length, held.features, held.hidden, held.bonus, held.fresh)
+        self.committed = Committed(*(part[rows.to(part.device)] for part in parts))
 
     def leave(self) -> list[Generation]:
         """The generations that finished since the last call."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from conf import packaged
 from conf.schema import Run
@@ -14,7 +14,7 @@ from models.drafter import Drafter
 from models.packed import packs
 from models.shelf import CARD, Card, load_drafter, require_target, untrained
 from models.source import from_hub, from_random, from_wheel
-from models.target import Target, end_tokens, load_target
+from models.target import Target, context, end_tokens, load_target
 
 
 def target_folder(conf: TargetConf) -> Path:
@@ -40,6 +40,24 @@ def end_tokens_of(conf: TargetConf, tokenizer: PreTrainedTokenizerBase) -> froze
     listed = folder / "generation_config.json"
     config = (GenerationConfig if listed.exists() else AutoConfig).from_pretrained(folder)
     return end_tokens(config.eos_token_id, tokenizer)
+
+
+def config_of(conf: TargetConf) -> PretrainedConfig:
+    """The target's configuration: of a random or a Hub model nothing else is made or fetched."""
+    if conf.random is not None:
+        fields = dict(conf.random)
+        return AutoConfig.for_model(fields.pop("model_type"), **fields)
+    local = conf.wheel is not None or Path(conf.name).is_dir()
+    found: PretrainedConfig = AutoConfig.from_pretrained(
+        target_folder(conf) if local else conf.name, revision=conf.revision, trust_remote_code=conf.trust_remote_code
+    )
+    return found
+
+
+def context_of(conf: TargetConf) -> int:
+    """Tokens of prompt and answer together that the target was made for, without its weights."""
+    config = AutoConfig.from_pretrained(target_folder(conf), trust_remote_code=conf.trust_remote_code)
+    return context(config.get_text_config(decoder=True))
 
 
 def open_target(conf: TargetConf) -> Target:

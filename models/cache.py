@@ -61,6 +61,15 @@ class KVCache(Cache):
         """Forget what `rows` [R] held, or all."""
         self.lengths[slice(None) if rows is None else rows] = 0
 
+    def select(self, rows: Tensor) -> None:
+        """Hold only `rows` [R] from now on, in this order."""
+        self.lengths = self.lengths[rows]
+        if self.store is not None:
+            self.store = self.store[:, :, rows.to(self.where)]
+            for layer, pair in zip(self.layers, self.store, strict=True):
+                assert isinstance(layer, _Layer)
+                layer.keys, layer.values = pair
+
 
 class _Layer(CacheLayerMixin):
     """One layer's share of the store, in the words that transformers speaks."""

@@ -80,6 +80,11 @@ class Drafter(nn.Module):
     taps: tuple[int, ...] = ()  # () reads the last hidden state only, or nothing
     needs_training = True  # False: it drafts for any target as it is made, from its knobs alone
 
+    @classmethod
+    def reach(cls, knobs: dict[str, Any]) -> int | None:
+        """How deep a drafter with these knobs can guess at all; None: as deep as it is asked to."""
+        return None
+
     def learn_vocabulary(self, counts: Tensor) -> None:
         """Choose a draft vocabulary from how often the target said each token, `counts` [V]; most drafters use all."""
 
@@ -96,6 +101,10 @@ class Drafter(nn.Module):
     def training_loss(self, batch: FeatureBatch) -> Loss:
         """What this drafter is taught on `batch`."""
         raise NotImplementedError
+
+    def groups(self) -> list[tuple[float, list[nn.Parameter]]]:
+        """What is trained, in groups, and by what each group's learning rate is multiplied."""
+        return [(1.0, [parameter for parameter in self.parameters() if parameter.requires_grad])]
 
     def ranks(self, batch: FeatureBatch, width: int) -> Tensor | None:
         """[P, K] what a static tree is chosen from: at which rank each depth had the target's token, -1 beyond `width`."""

@@ -1,11 +1,10 @@
 """EAGLE-3 (Li et al. 2025): one layer on the target's features, taught on its own steps.
 
 The pair of feature t and token t + 1 foretells token t + 2; from there on the drafter reads its own states.
-B rows, T positions, Q asked positions, F growing nodes, D width, L taps, V draft vocabulary, G groups, C head width.
+B rows, T positions, R questions of a step, Q seats of a padded row, F growing nodes, D width, L taps, V draft vocabulary, G groups, C head width.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +13,10 @@ from models.drafter import Budget, Committed, Drafter, FeatureBatch, Loss, ahead
 from models.ends import Ends
 from models.growth import grow
 from models.layer import FusedLayer, Pair, layer_config
-from models.losses import Teacher, overlap, soft_loss, summed
+from models.losses import Head, Objective
+from models.questions import Questions
 from models.sampling import Voice
+from models.sight import Sight
 from models.tree import TokenTree
 from models.vocabulary import DraftVocabulary
 
@@ -30,8 +31,8 @@ def default_taps(depth: int) -> tuple[int, ...]:
 class Eagle3(Drafter):
     """Three taps fused into one feature, one decoder layer, an output matrix of its own on a draft vocabulary.
 
-    It is taught `steps` steps ahead, step s with weight `decay` ** s, each on the state of the step before
-    (training-time test). EAGLE 3.1 is `fc_norm` (every tap is normed before they are fused) with `feedback` after_norm
+    It is taught `steps` steps ahead, each on the state of the step before (training-time test); `loss` says what, and
+    `decay` how steps weigh, as models.losses.Objective reads them. EAGLE 3.1 is `fc_norm` (every tap is normed before they are fused) with `feedback` after_norm
     (the next step reads the state after the final norm, not before it). `residual` after_norm adds attention's output
     to the normed feature, as the `speculators` library's norm_before_residual does. `start` target copies the target's
     layer above the last tap, instead of random weights; the output matrix starts from the target's either way.
@@ -43,7 +44,8 @@ class Eagle3(Drafter):
         taps: Sequence[int] | None = None,
         steps: int = 7,
         vocabulary: int | None = None,
-        decay: float = 0.8,
+        loss: str | dict[str, float] = "kl",
+        decay: float | str = 0.8,
         fc_norm: bool = False,
         feedback: str = "before_norm",
         residual: str = "before_norm",
@@ -54,7 +56,7 @@ class Eagle3(Drafter):
             raise ValueError(f"start={start}: use random or target")
         if feedback not in PLACES or residual not in PLACES:
             raise ValueError(f"feedback={feedback} residual={residual}: each is before_norm or after_norm")
-        self.ends, self.steps, self.decay, self.feedback = ends, steps, decay, feedback
+        self.ends, self.steps, self.feedback, self.objective = ends, steps, feedback, Objective(loss, decay)
         self.start = start
         self.taps = default_taps(ends.config.num_hidden_layers) if taps is None else tuple(taps)
         if list(self.taps) != sorted(set(self.taps)) or not self.taps:
@@ -130,69 +132,43 @@ class Eagle3(Drafter):
         """Logits [..., V] of states [..., D] after the final norm."""
         return self.lm_head(normed)
 
-    def unroll(self, batch: FeatureBatch, where: Sequence[Tensor]) -> Iterator[Tensor]:
-        """For each step the states [R, D], final norm included, at the R positions that `where[step]` [B, T] marks.
+    def unroll(self, batch: FeatureBatch, questions: Questions) -> Iterator[Tensor]:
+        """For each step the states [R, D], final norm included, where `questions` ask.
 
         Step s at t reads the embedding of token t + 1 + s and the state of step s - 1 at t (the fused feature at
         first), stands at rotary position t + s, and sees the first step's keys up to t and one of its own for each
-        later step. The positions of a step are among those of the step before; all others only lend their first keys.
+        later step. Positions that are not asked only lend their first keys. Attention alone is computed in padded
+        rows, of Q queries; all else on the questions themselves.
         """
-        attention = self.midlayer.self_attn
+        layer, attention = self.midlayer, self.midlayer.self_attn
         feature = self.fused(batch.features)
-        pair, _ = self.midlayer.inputs(self.embedded(ahead(batch.input_ids, 1)), feature)
+        pair, _ = layer.inputs(self.embedded(ahead(batch.input_ids, 1)), feature)
         far = attention.pairs(pair, batch.position)
-        most = int(where[0].sum(1).max())
-        at = (~where[0]).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]  # [B, Q] padded with unmarked ones
-        document, position = batch.document.gather(1, at), batch.position.gather(1, at)
-        seen = torch.arange(where[0].shape[1], device=at.device) <= at[..., None]
-        seen = seen & (batch.document[:, None] == document[..., None])
-        state, own = feature[torch.arange(len(at), device=at.device)[:, None], at], []
-        for step, marked in enumerate(where):
-            tokens = ahead(batch.input_ids, step + 1).gather(1, at)
-            pair, base = self.midlayer.inputs(self.embedded(tokens), state)
+        seats = Seats(batch, questions)
+        sight = Sight(seats.padded(questions.places[0][1][:, None], 0)[..., 0], batch.document)
+        state, own = feature[questions.places[0]], []
+        for step, (row, at) in enumerate(questions.places):
             if step:
-                own.append(attention.pairs(pair, position + step))
-            mixed = attention.mixed_with_own(attention.queries(pair, position + step), far, seen, own)
-            state = self.midlayer.outputs(base, mixed)
+                state = state[torch.searchsorted(questions.chain[step - 1], questions.chain[step])]
+            pair, base = layer.inputs(self.embedded(ahead(batch.input_ids, step + 1)[row, at]), state)
+            position = batch.position[row, at] + step
+            if step:
+                keys, values = attention.pairs(pair[None], position[None])
+                own.append((seats.spread(keys, step), seats.spread(values, step)))
+            queries = seats.spread(attention.queries(pair[None], position[None]), step)
+            found = seats.gathered(attention.found_with_own(queries, far, sight, own), step)
+            state = layer.outputs(base, attention.o_proj(found))
             normed = self.norm(state)
             state = normed if self.feedback == "after_norm" else state
-            yield normed[marked.gather(1, at)]
+            yield normed
 
     def training_loss(self, batch: FeatureBatch) -> Loss:
-        """Every step against the target's distribution, over what the draft vocabulary can say of it.
-
-        Where the target's first choice is no draft token, nothing is taught, and no head arithmetic is spent.
-        """
-        where = list(asked(batch.loss_mask, batch.document, self.steps))
-        row, at = where[0].nonzero(as_tuple=True)
-        teacher = Teacher.of(self.ends, batch.last_hidden[row, at + 1], self.vocabulary.ids)
-        number = torch.zeros_like(batch.input_ids)
-        number[row, at + 1] = torch.arange(len(row), device=row.device)
-        sums = []
-        for step, (marked, states) in enumerate(zip(where, self.unroll(batch, where), strict=True)):
-            row, at = marked.nonzero(as_tuple=True)
-            lesson = number[row, at + 1 + step]
-            label = self.vocabulary.to_draft(batch.input_ids[row, at + 2 + step])
-            if self.training:
-                taught = teacher.inside[lesson]
-                states, lesson, label = states[taught], lesson[taught], label[taught]
-            sums.append(summed(partial(self._grade, teacher), states, lesson, label))
-        losses, hits, shared = torch.stack(sums, dim=1)
-        seen = torch.stack([marked.sum() for marked in where]).float()
-        weights = self.decay ** torch.arange(self.steps, device=losses.device)
-        return Loss((weights * losses).sum(), seen[0], seen, hits.detach(), shared.detach())
-
-    def _grade(self, teacher: Teacher, states: Tensor, lesson: Tensor, label: Tensor) -> Tensor:
-        """[3] loss, hits and overlap at `states` [R, D], where the teacher's rows are `lesson` [R]."""
-        draft_logits, taught = self.logits(states), teacher.at(lesson)
-        hits = (draft_logits.argmax(-1) == label).sum()
-        if self.training:
-            loss = soft_loss(draft_logits, taught.log_probs)
-            shared = torch.zeros_like(loss)  # measured only in evaluation
-        else:
-            inside = taught.inside
-            loss, shared = soft_loss(draft_logits[inside], taught.log_probs[inside]), overlap(draft_logits, taught)
-        return torch.stack([loss, hits.to(loss.dtype), shared.to(loss.dtype)])
+        """Every step against what the target said, or would have said, as far as the draft vocabulary can say it."""
+        questions = Questions.of(batch, self.steps)
+        states = list(self.unroll(batch, questions))
+        return self.objective.loss(
+            batch, questions, states, Head(self.lm_head.weight), self.ends, self.vocabulary, measure=not self.training
+        )
 
     def begin(self, rows: int, capacity: int) -> "Memory":
         """Room for the keys and values of verified pairs."""
@@ -202,6 +178,29 @@ class Eagle3(Drafter):
     def propose(self, committed: Committed, state: "Memory", budget: Budget, voice: Voice) -> TokenTree:
         """A chain, a static or a dynamic tree, grown on the drafter's own states below the last verified pair."""
         return grow(committed.bonus, Growing(self, committed, state), self.vocabulary, budget, voice)
+
+
+class Seats:
+    """Where the questions of a batch sit when its rows are padded to Q seats, the most that any row needs."""
+
+    def __init__(self, batch: FeatureBatch, questions: Questions):
+        number = torch.zeros_like(batch.input_ids)
+        number[questions.places[0]] = 1
+        number = number.cumsum(1) - 1
+        self.seats = [(row, number[row, at]) for row, at in questions.places]
+        self.shape = len(batch.input_ids), questions.widest
+
+    def padded(self, values: Tensor, step: int) -> Tensor:
+        """[B, Q, ...] of `values` [R, ...] of one step; empty seats hold zeros."""
+        return values.new_zeros(*self.shape, *values.shape[1:]).index_put(self.seats[step], values)
+
+    def spread(self, heads: Tensor, step: int) -> Tensor:
+        """[B, H, Q, C] of heads [1, H, R, C]."""
+        return self.padded(heads[0].transpose(0, 1), step).transpose(1, 2)
+
+    def gathered(self, heads: Tensor, step: int) -> Tensor:
+        """[R, H * C] of heads [B, H, Q, C]."""
+        return heads.transpose(1, 2)[self.seats[step]].flatten(1)
 
 
 class Memory:

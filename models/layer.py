@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
+from models.sight import Looking, Sight, grouped
+
 Pair = tuple[Tensor, Tensor]  # keys and values [B, G, S, C]
 
 
@@ -80,17 +82,22 @@ class Attention(nn.Module):
         )
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
-    def mixed_with_own(self, queries: Tensor, pairs: Pair, seen: Tensor, own: list[Pair]) -> Tensor:
-        """As `mixed`, and every query also sees its own key in each of `own`, keys and values [B, G, Q, C]."""
-        grouped = queries.unflatten(1, (self.groups, -1)) * self.width**-0.5  # [B, G, H/G, Q, C]
-        far = grouped @ pairs[0][:, :, None].transpose(-1, -2)
-        far = far.masked_fill(~seen[:, None, None], torch.finfo(far.dtype).min)
-        near = [(grouped * keys[:, :, None]).sum(-1, keepdim=True) for keys, _ in own]
-        weights = torch.cat([far, *near], dim=-1).float().softmax(-1).to(far.dtype)
-        out = weights[..., : far.shape[-1]] @ pairs[1][:, :, None]
-        for step, (_, values) in enumerate(own, start=far.shape[-1]):
-            out = out + weights[..., step : step + 1] * values[:, :, None]
-        return self.o_proj(out.flatten(1, 2).transpose(1, 2).flatten(2))
+    def found_with_own(self, queries: Tensor, pairs: Pair, sight: Sight, own: list[Pair]) -> Tensor:
+        """[B, H, Q, C] what `queries` find in `pairs` as `sight` allows and each in its own keys of `own`, [B, G, Q, C].
+
+        The two are weighed against each other by the logarithms of their weights' sums: one softmax over all keys.
+        """
+        found, mass = cast(Pair, Looking.apply(queries, *pairs, sight))
+        if not own:
+            return found
+        asked = grouped(queries, self.groups) * self.width**-0.5
+        near = [(asked * keys[:, :, None]).sum(-1) for keys, _ in own]
+        weights = torch.stack([grouped(mass, self.groups), *near], dim=-1).softmax(-1).to(found.dtype)
+        shares = weights.unsqueeze(-1).unbind(-2)
+        mixed = shares[0] * grouped(found, self.groups)
+        for share, (_, values) in zip(shares[1:], own, strict=True):
+            mixed = mixed + share * values[:, :, None]
+        return mixed.flatten(1, 2)
 
 
 class MLP(nn.Module):

@@ -5,17 +5,18 @@ B rows, T positions, D width, V vocabulary, K heads, R supervised positions or r
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from inspect import signature
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from models.drafter import Budget, Committed, Drafter, FeatureBatch, Loss, asked
 from models.ends import Ends
-from models.growth import grow
-from models.losses import Teacher, hard_loss, overlap, soft_loss, summed
+from models.growth import Ask, grow
+from models.losses import Head, Objective
 from models.packed import PackedLinear
+from models.questions import Questions
 from models.sampling import Voice
 from models.tree import TokenTree, rank_of
 from models.vocabulary import DraftVocabulary
@@ -38,8 +39,8 @@ class Medusa(Drafter):
     """K heads of residual blocks on the target's final hidden state.
 
     `head` own: each head has an output matrix, trained from the target's; shared: the target's, frozen and not saved.
-    `vocabulary` n: heads speak only the n tokens the target uses most. `teacher` data: hard labels, what was said;
-    target: the target's distribution. Depth k weighs `decay` ** k.
+    `vocabulary` n: heads speak only the n tokens the target uses most. What they are taught is `loss`, and how depths
+    weigh is `decay`, as models.losses.Objective reads them.
     """
 
     def __init__(
@@ -49,19 +50,38 @@ class Medusa(Drafter):
         layers: int = 1,
         head: str = "own",
         vocabulary: int | None = None,
-        teacher: str = "data",
-        decay: float = 0.8,
+        loss: str | dict[str, float] = "ce",
+        decay: float | str = 0.8,
     ):
         super().__init__()
-        if head not in ("own", "shared") or teacher not in ("data", "target"):
-            raise ValueError(f"head={head} teacher={teacher}: head is own or shared, teacher is data or target")
-        self.ends, self.teacher, self.decay = ends, teacher, decay
+        if head not in ("own", "shared"):
+            raise ValueError(f"head={head}: it is own or shared")
+        if min(heads, layers) < 1:
+            raise ValueError(f"heads={heads} layers={layers}: there is at least one head, of at least one layer")
+        self.ends, self.objective = ends, Objective(loss, decay)
         self.vocabulary = DraftVocabulary(vocabulary, ends.vocabulary)
-        self.blocks = nn.ModuleList(nn.Sequential(*(Residual(ends.width) for _ in range(layers))) for _ in range(heads))
+        self.blocks = nn.ModuleList(self.block(head, layers) for head in range(heads))
         self.lm_heads = nn.ModuleList()
         if head == "own":
             self.lm_heads.extend(nn.Linear(ends.width, self.vocabulary.size, bias=False) for _ in range(heads))
         self._from_target()
+
+    def block(self, head: int, layers: int) -> nn.Module:
+        """What makes the states of `head`, counted from 0, of what it reads."""
+        return nn.Sequential(*(Residual(self.ends.width) for _ in range(layers)))
+
+    def read(self, batch: FeatureBatch) -> Tensor:
+        """[B, T, D] what every head reads at a position."""
+        return batch.last_hidden.to(next(self.parameters()).dtype)
+
+    def states(self, head: int, batch: FeatureBatch, read: Tensor, row: Tensor, at: Tensor) -> Tensor:
+        """[R, D] the states of `head` at `row`, `at` [R], where it foretells token at + 2 + head."""
+        return self.blocks[head](read[row, at])
+
+    @classmethod
+    def reach(cls, knobs: dict[str, Any]) -> int:
+        """As many tokens as it has heads."""
+        return int(knobs.get("heads", signature(cls).parameters["heads"].default))
 
     @property
     def draft_ids(self) -> Tensor | None:
@@ -74,8 +94,9 @@ class Medusa(Drafter):
         self._from_target()
 
     def _from_target(self) -> None:
-        """Start own output matrices from the target's; forget the shared product, whose rows may have changed."""
-        self._shared: Callable[[Tensor], Tensor] | None = None
+        """Start own output matrices from the target's; forget the target's rows, which may have changed."""
+        self._rows: tuple[Tensor, Tensor | None] | None = None
+        self._packed: Callable[[Tensor], Tensor] | None = None
         for own in self.lm_heads:
             assert isinstance(own, nn.Linear)
             own.weight.data.copy_(self.vocabulary.rows(self.ends.head))
@@ -83,22 +104,28 @@ class Medusa(Drafter):
     def ready(self) -> None:
         super().ready()
         if not len(self.lm_heads):
-            self._shared = PackedLinear(*self._target_rows()).forward  # no submodule, or it would be saved
+            self._packed = PackedLinear(*self._target_rows()).forward  # no submodule, or it would be saved
 
     def _target_rows(self) -> tuple[Tensor, Tensor | None]:
-        """The target's output matrix [V, D] and bias [V], as far as they are drafted."""
-        bias = self.ends.bias
-        return self.vocabulary.rows(self.ends.head), None if bias is None else self.vocabulary.rows(bias)
+        """The target's output matrix [V, D] and bias [V], as far as they are drafted; gathered once."""
+        if self._rows is None:
+            with torch.inference_mode(False):  # what is made while decoding could not teach
+                bias = None if self.ends.bias is None else self.vocabulary.rows(self.ends.bias)
+                self._rows = self.vocabulary.rows(self.ends.head).detach(), bias
+        return self._rows
+
+    def heads(self) -> Head | list[Head]:
+        """What reads the states: a matrix for each depth, or the target's for all."""
+        if len(self.lm_heads):
+            return [Head(cast(Tensor, own.weight), finish=self.ends.finish) for own in self.lm_heads]
+        return Head(*self._target_rows(), self.ends.finish)
 
     def head_logits(self, head: int, hidden: Tensor) -> Tensor:
         """Logits [..., V] of `head` from its own states [..., D]."""
         if len(self.lm_heads):
             return self.ends.finish(self.lm_heads[head](hidden))
-        if self._shared is None:
-            with torch.inference_mode(False):  # one made while decoding could not teach
-                weight, bias = self._target_rows()
-                self._shared = partial(nn.functional.linear, weight=weight.detach(), bias=bias)
-        return self.ends.finish(self._shared(hidden.to(self.ends.head.dtype)))
+        states, (weight, bias) = hidden.to(self.ends.head.dtype), self._target_rows()
+        return self.ends.finish(self._packed(states) if self._packed else nn.functional.linear(states, weight, bias))
 
     def counts(self, loss_mask: Tensor, document: Tensor) -> Tensor:
         """[K] positions at which each head is asked."""
@@ -106,60 +133,40 @@ class Medusa(Drafter):
 
     def training_loss(self, batch: FeatureBatch) -> Loss:
         """Each head against what the target said, or would have said, one token further than the head before it."""
-        where = torch.stack(list(asked(batch.loss_mask, batch.document, len(self.blocks))))
-        row, at = where[0].nonzero(as_tuple=True)
-        sums = summed(partial(self._grade, batch, where), row, at + 1)
-        seen = where.sum((1, 2)).float()
-        weights = self.decay ** torch.arange(1, len(seen) + 1, device=seen.device)
-        return Loss((weights * sums[0]).sum(), seen[0], seen, *sums[1:].detach())
-
-    def _grade(self, batch: FeatureBatch, where: Tensor, row: Tensor, at: Tensor) -> Tensor:
-        """[3, K] loss, hits and overlap of every head where the teacher speaks from the states at `row`, `at` [R].
-
-        Head k read the state k positions earlier, so one teacher serves all heads. The overlap is measured only in
-        evaluation.
-        """
-        speaking = batch.last_hidden[row, at]
-        sums = []
-        teacher = None if self.training else Teacher.of(self.ends, speaking, self.draft_ids)
-        if self.teacher == "target":
-            target_logits = self.ends.logits(speaking.to(self.ends.head.dtype), self.draft_ids)
-        for k, block in enumerate(self.blocks, start=1):
-            mine = (at >= k) & where[k - 1, row, at - k]
-            hidden = batch.last_hidden[row[mine], at[mine] - k].to(next(self.parameters()).dtype)
-            draft_logits = self.head_logits(k - 1, block(hidden))
-            label = self.vocabulary.to_draft(batch.input_ids[row[mine], at[mine] + 1])
-            soft = self.teacher == "target"
-            loss = soft_loss(draft_logits, target_logits[mine]) if soft else hard_loss(draft_logits, label)
-            hits = (draft_logits.argmax(-1) == label).sum()
-            shared = torch.zeros_like(loss) if teacher is None else overlap(draft_logits, teacher.at(mine))
-            sums.append(torch.stack([loss, hits.float(), shared]))
-        return torch.stack(sums, dim=1)
+        questions, read = Questions.of(batch, len(self.blocks)), self.read(batch)
+        states = [self.states(head, batch, read, row, at) for head, (row, at) in enumerate(questions.places)]
+        return self.objective.loss(
+            batch, questions, states, self.heads(), self.ends, self.vocabulary, measure=not self.training
+        )
 
     @torch.no_grad()
     def ranks(self, batch: FeatureBatch, width: int) -> Tensor:
         """[R, K] the rank at which each head had what the target said, -1 beyond its `width` first picks."""
         where = list(asked(batch.loss_mask, batch.document, len(self.blocks)))
         table = torch.full((*batch.input_ids.shape, len(where)), -1, device=batch.input_ids.device)
-        for k, (here, block) in enumerate(zip(where, self.blocks, strict=True), start=1):
+        read = self.read(batch)
+        for k, here in enumerate(where, start=1):
             row, at = here.nonzero(as_tuple=True)
-            hidden = batch.last_hidden[row, at].to(next(self.parameters()).dtype)
             label = self.vocabulary.to_draft(batch.input_ids[row, at + k + 1])
-            table[row, at, k - 1] = rank_of(label, self.head_logits(k - 1, block(hidden)), width)
+            logits = self.head_logits(k - 1, self.states(k - 1, batch, read, row, at))
+            table[row, at, k - 1] = rank_of(label, logits, width)
         return table[where[0]]
 
     @torch.inference_mode()
     def propose(self, committed: Committed, state: Any, budget: Budget, voice: Voice) -> TokenTree:
-        """A tree filled from the heads, each of which says the same below every node of its depth."""
-        paths = budget.paths
-        depth = max(map(len, paths)) if paths else min(budget.depth, len(self.blocks))
+        """A static or a dynamic tree, no deeper than there are heads."""
+        depth = max(map(len, budget.paths), default=min(budget.depth, len(self.blocks)))
         if depth > len(self.blocks):
             raise ValueError(
                 f"the tree is {depth} deep and this drafter has {len(self.blocks)} heads; choose a shallower tree"
             )
-        levels = iter(self._guesses(committed.last_hidden, depth).float().log_softmax(-1).unbind(1))
-        ask = lambda tokens, places: next(levels)[:, None]  # noqa: E731
+        ask = self.asking(committed, state, depth)
         return grow(committed.bonus, ask, self.vocabulary, replace(budget, depth=depth), voice)
+
+    def asking(self, committed: Committed, state: Any, depth: int) -> Ask:
+        """What follows the nodes of each of `depth` levels: what a head says is the same below every node."""
+        levels = iter(self._guesses(committed.last_hidden, depth).float().log_softmax(-1).unbind(1))
+        return lambda tokens, places: next(levels)[:, None]
 
     def _guesses(self, hidden: Tensor, depth: int) -> Tensor:
         """Logits [B, depth, V] of the first `depth` heads on final states [B, D]."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from models.drafter import Drafter
 from models.ends import Ends
+from models.files import write_whole
 from models.source import Identity
 from models.vocabulary import DraftVocabulary
 
@@ -39,6 +40,7 @@ class Card:
     acceptance: dict[str, Any] = field(default_factory=dict)  # by depth, on held-out conversations
     meaning: dict[str, str] = field(default_factory=dict)  # of knobs whose names mean other things elsewhere
     schema: int = SCHEMA
+    forecast: dict[int, float] = field(default_factory=dict)  # tau of the tree's first nodes, by their number
 
 
 def save_drafter(drafter: Drafter, card: Card, folder: Path, dtype: torch.dtype = torch.float32) -> None:
@@ -90,6 +92,11 @@ def read_card(folder: Path, name: str = CARD) -> Card:
     if wrong:
         raise ValueError(f"{file} is no card of a drafter: {', '.join(wrong)}; download or train the drafter again")
     return Card(**fields)
+
+
+def write_card(card: Card, folder: Path) -> None:
+    """The card alone, in place of the one that `folder` has."""
+    write_whole(folder / CARD, yaml.safe_dump(asdict(card), sort_keys=False, default_flow_style=None, width=110))
 
 
 def require_target(card: Card, folder: Path, target: Identity) -> None:

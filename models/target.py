@@ -58,7 +58,7 @@ class Target:
     @property
     def context(self) -> int:
         """Tokens of prompt and answer together that the target was made for."""
-        return int(getattr(self.config, "max_position_embeddings", 1 << 20))
+        return context(self.config)
 
     @property
     def end_tokens(self) -> frozenset[int]:
@@ -201,6 +201,11 @@ def load_target(folder: Path, name: str, dtype: str | torch.dtype = "auto", devi
     if not how.get("device_map") and not how.get("quantization_config"):
         model = model.to(where)
     return Target(model, tokenizer, identify(folder, name, remote))
+
+
+def context(config: PretrainedConfig) -> int:
+    """Tokens that a model of this configuration was made for."""
+    return int(getattr(config, "max_position_embeddings", 1 << 20))
 
 
 def end_tokens(listed: list[int] | int | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

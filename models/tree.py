@@ -3,13 +3,13 @@
 B sequences, N nodes, V vocabulary, K depths, P positions of a text.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import takewhile
+from pathlib import Path as File
 
 import torch
+import yaml
 from torch import Tensor
 
 Path = tuple[int, ...]  # the rank taken at each depth: (0, 2) is the third pick below the first pick
@@ -80,21 +80,10 @@ def chain(depth: int) -> list[Path]:
     return [(0,) * length for length in range(1, depth + 1)]
 
 
-def best_tree(ranks: Tensor, nodes: int) -> list[Path]:
-    """The tree of `nodes` nodes, root included, that would have accepted most on the text where `ranks` were seen.
-
-    `ranks` [P, K] holds for each position the rank at which depth k had the target's token, -1 where it had not. A
-    node is worth the positions at which its whole path was right. A parent is worth at least what its child is, so
-    the nodes worth most form a tree, and no independence of depths is assumed (Medusa multiplies accuracies). They
-    stand in the order of their worth: the list cut short is the best smaller tree. Nodes that were never right are
-    left out; where none was, it is the chain of first picks.
-    """
-    worth: Counter[Path] = Counter()
-    for row in ranks.tolist():
-        right = tuple(takewhile(lambda rank: rank >= 0, row))
-        worth.update(right[:length] for length in range(1, len(right) + 1))
-    best = sorted(worth, key=lambda path: (-worth[path], len(path), path)) or chain(ranks.shape[1])
-    return best[: nodes - 1]
+def published_trees() -> dict[str, list[Path]]:
+    """The trees that ship, by name, the best nodes first."""
+    listed = yaml.safe_load(File(__file__).with_name("trees.yaml").read_text())
+    return {name: [tuple(map(int, path)) for path in paths.split()] for name, paths in listed.items()}
 
 
 def rank_of(label: Tensor, logits: Tensor, width: int) -> Tensor:

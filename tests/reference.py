@@ -117,6 +117,41 @@ def most_worth(ranks: Sequence[Sequence[int]], width: int, nodes: int) -> int:
     return max(worth(ranks, list(tree)) for tree in trees if all(len(path) == 1 or path[:-1] in tree for path in tree))
 
 
+def grown_by_replaying(turns: Sequence[Sequence[Sequence[int]]], width: int, nodes: int) -> list[Path]:
+    """A tree node by node: with the tree so far every text is decoded, and of all nodes that could be added the one is
+    taken that the most rounds would have gone on to.
+    """
+    tree: list[Path] = []
+    while len(tree) < nodes - 1:
+        ended = []  # the path that each round accepted, and the ranks where it began
+        for turn in turns:
+            at = 0
+            while at < len(turn):
+                accepted = max((p for p in [(), *tree] if tuple(turn[at][: len(p)]) == p), key=len)
+                ended.append((accepted, turn[at]))
+                at += len(accepted) + 1
+        may = [(*above, rank) for above in [(), *tree] if len(above) < len(turns[0][0]) for rank in range(width)]
+        gains = {
+            path: sum(path[:-1] == above and tuple(row[: len(path)]) == path for above, row in ended)
+            for path in may
+            if path not in tree
+        }
+        tree.append(min(gains, key=lambda path: (-gains[path], len(path), path)))
+    return tree
+
+
+def likeliest(rates: Sequence[Sequence[float]], nodes: int) -> float:
+    """The largest sum of products of `rates` that a tree of `nodes` nodes, root included, can have: all are tried."""
+    width = range(len(rates[0]))
+    every = [path for length in range(1, len(rates) + 1) for path in itertools.product(width, repeat=length)]
+    trees = (set(chosen) for chosen in itertools.combinations(every, nodes - 1))
+    return max(
+        sum(math.prod(rates[k][rank] for k, rank in enumerate(path)) for path in tree)
+        for tree in trees
+        if all(len(path) == 1 or path[:-1] in tree for path in tree)
+    )
+
+
 def marked_batch(
     documents: Sequence[str], spoken: Sequence[str], vocabulary: int, width: int, taps: int, seed: int
 ) -> FeatureBatch:
@@ -186,6 +221,59 @@ def plain_greedy(model: PreTrainedModel, prompt: list[int], limit: int, ends: fr
     while len(text) < len(prompt) + limit and (len(text) == len(prompt) or text[-1] not in ends):
         text.append(int(model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
     return text[len(prompt) :]
+
+
+def hydra_by_hand(drafter: Any, hidden: Tensor, position: int, tokens: Sequence[int]) -> Tensor:
+    """[V] logits of the head that foretells what follows `tokens`, the first of which stands behind `hidden` [position + 1, D].
+
+    From the formulas of the paper and its Hydra++ layer, for one node, with neither cache nor batch.
+    """
+    state, ends = hidden[position], drafter.ends
+    if drafter.prefix is not None:
+        state = prefix_by_hand(drafter.prefix, hidden, position)
+    read = [state]
+    for token in tokens:
+        embedding = ends.embedding[token]
+        read.append(embedding / embedding.square().mean().sqrt())
+    first, *rest = drafter.blocks[len(tokens) - 1]
+    inner = first.linear.weight @ torch.cat(read) + first.linear.bias
+    state = state + inner * torch.sigmoid(inner)
+    for layer in rest:
+        inner = layer.linear.weight @ state + layer.linear.bias
+        state = state + inner * torch.sigmoid(inner)
+    ids = slice(None) if drafter.draft_ids is None else drafter.draft_ids
+    own = drafter.lm_heads[len(tokens) - 1].weight if len(drafter.lm_heads) else ends.head[ids]
+    return own @ state
+
+
+def prefix_by_hand(layer: Any, hidden: Tensor, position: int) -> Tensor:
+    """[D] what a decoder layer makes of `hidden` [T, D] at `position`: head by head, key by key."""
+
+    def normed(norm: Any, state: Tensor) -> Tensor:
+        return state / (state.square().mean() + norm.eps).sqrt() * norm.weight
+
+    attention, width = layer.self_attn, layer.self_attn.width
+
+    def turned(vector: Tensor, at: int) -> Tensor:
+        half = width // 2
+        angle = at * attention.rotary.frequencies
+        low, high = vector[:half], vector[half:]
+        return torch.cat([low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin()])
+
+    read = [normed(layer.input_layernorm, state) for state in hidden[: position + 1]]
+    asked = (attention.q_proj.weight @ read[position]).split(width)
+    keys = [(attention.k_proj.weight @ state).split(width) for state in read]
+    values = [(attention.v_proj.weight @ state).split(width) for state in read]
+    shared, found = len(asked) // len(keys[0]), []
+    for head, query in enumerate(asked):
+        group = head // shared
+        scores = [turned(query, position) @ turned(key[group], at) / width**0.5 for at, key in enumerate(keys)]
+        weights = torch.stack(scores).softmax(0)
+        found.append(sum(weight * value[group] for weight, value in zip(weights, values, strict=True)))
+    state = hidden[position] + attention.o_proj.weight @ torch.cat(found)
+    inner, mlp = normed(layer.post_attention_layernorm, state), layer.mlp
+    gate = mlp.gate_proj.weight @ inner
+    return state + mlp.down_proj.weight @ (gate * torch.sigmoid(gate) * (mlp.up_proj.weight @ inner))
 
 
 Proposal = tuple[list[int], list[int], list[bool]]  # tokens, parents, valid
@@ -316,3 +404,45 @@ class Tabled(Drafter):
     def used(self, tokens: Tensor) -> Tensor:
         """[B, N] which nodes may be accepted."""
         return torch.ones_like(tokens, dtype=torch.bool)
+
+
+def loss_of_guess(name: str, target: Tensor, draft: Tensor, label: int | None) -> Tensor:
+    """One loss of one guess, from probabilities: the target's over all tokens, the draft's 0 where it has none."""
+    alpha = torch.minimum(target, draft).sum()
+    drafted = draft > 0
+    said, guessed = target[drafted], draft[drafted]
+    kl = (said * (said / said.sum() / guessed).log()).sum()
+    if name == "ce":
+        return draft.new_zeros(()) if label is None else -draft[label].log()
+    if name == "lk_hybrid":
+        weight = math.exp(-3 * alpha.item())
+        return weight * kl + (1 - weight) * (1 - alpha)
+    return {
+        "kl": kl,
+        "reverse_kl": (guessed * (guessed / said).log()).sum(),
+        "tv": (target - draft).abs().sum() / 2,
+        "lk_alpha": -alpha.log(),
+    }[name]
+
+
+def loss_of_chains(
+    mix: dict[str, float],
+    decay: float | str,
+    chains: Sequence[Sequence[tuple[Tensor, Tensor, int | None]]],
+    depths: int,
+) -> Tensor:
+    """A mix of losses over chains of guesses (target's and draft's probabilities over all tokens, label), guess by guess."""
+    total = torch.zeros((), dtype=chains[0][0][0].dtype)
+    for chain in chains:
+        smooth = [0.5 if label is None else 0.5 * draft[label].item() + 0.5 for _, draft, label in chain]
+        reached = list(itertools.accumulate(smooth, lambda a, b: a * b))
+        survived = torch.ones_like(total)
+        for depth, (target, draft, label) in enumerate(chain):
+            weight = sum(reached[depth:]) if decay == "dpace" else decay**depth
+            survived = survived * torch.minimum(target, draft).sum()
+            for name, share in mix.items():
+                if name == "acceptance":
+                    total = total + share * (1 - survived) / depths
+                else:
+                    total = total + share * weight * loss_of_guess(name, target, draft, label)
+    return total

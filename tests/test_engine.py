@@ -8,8 +8,10 @@ import pytest
 from conftest import Family
 from decode.accept import accept
 from decode.engine import PHASES, Generation, Run, Seats, generate, rounds
-from models.drafter import Budget, Drafter, Plain
+from models.cache import KVCache
+from models.drafter import Budget, Drafter, Plain, Reading
 from models.sampling import GREEDY, Sampling
+from models.tree import TokenTree
 from reference import Garbage, Guesser, plain_greedy, rounds_by_reading
 
 CHANCE = random.Random(3)  # none of these prompts is answered with an end token
@@ -62,6 +64,50 @@ def test_seven_prompts_in_three_rows_equal_each_alone(llama: Family, drafter: st
         alone = generate(llama.target, drafting(), [prompt], limit, BUDGET).generations[0]
         assert asdict(together.generations[number]) == asdict(alone) | {"prompt": number}
         assert alone.tokens == plain_greedy(llama.stock, prompt, limit, llama.target.end_tokens)
+
+
+@pytest.fixture
+def heights(llama: Family, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each pass over trees has read."""
+    seen: list[int] = []
+    read = llama.target.read
+
+    def counted(tree: TokenTree, cache: KVCache, known: int = 0) -> Reading:
+        seen.append(len(tree.tokens))
+        return read(tree, cache, known)
+
+    monkeypatch.setattr(llama.target, "read", counted)
+    return seen
+
+
+def test_rows_that_nobody_takes_are_dropped(llama: Family, end_token: int, heights: list[int]) -> None:
+    """The target reads fewer rows as texts end, here and there, and every text stays what it is alone."""
+    prompts = [*PROMPTS, *(prompt[::-1] for prompt in PROMPTS)]
+    run = generate(llama.target, Plain(), prompts, LIMIT, Budget(), rows=10)
+    assert texts(run) == [llama.says(prompt, LIMIT) for prompt in prompts]
+    assert heights == sorted(heights, reverse=True)
+    assert heights[0] == 10
+    assert heights[-1] <= 5
+
+
+def test_a_row_that_is_left_draws_on(llama: Family, heights: list[int]) -> None:
+    """Six end together and the seventh sits down alone."""
+    warm = Sampling(1.0, seed=1)
+    run = generate(llama.target, Plain(), PROMPTS, LIMIT, Budget(), warm, rows=6)
+    assert heights == [6] * (LIMIT - 1) + [1] * (LIMIT - 1)
+    assert texts(run) == texts(generate(llama.target, Plain(), PROMPTS, LIMIT, Budget(), warm, rows=7))
+
+
+def test_prompts_are_read_together_where_there_are_many_rows(
+    llama: Family, end_token: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = []
+    tell = llama.target.prefill
+    monkeypatch.setattr(llama.target, "prefill", lambda ids, *rest: sizes.append(len(ids)) or tell(ids, *rest))
+    run = generate(llama.target, Plain(), PROMPTS * 9, LIMIT, Budget(), rows=48)
+    assert sum(sizes) == len(PROMPTS) * 9
+    assert min(sizes[:-1]) >= 48 // 16
+    assert texts(run) == [llama.says(prompt, LIMIT) for prompt in PROMPTS] * 9
 
 
 def test_plain_decoding_commits_one_token_a_round(llama: Family) -> None:

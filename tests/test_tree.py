@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.tree import TokenTree, best_tree, chain, ordered_paths, parents_of
-from reference import mask_by_walking, most_worth, worth
+from models.tree import TokenTree, chain, ordered_paths, parents_of, published_trees
+from reference import mask_by_walking
 
 GOLDEN: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "golden" / "medusa_trees.json").read_text())
 
@@ -64,6 +64,10 @@ def test_published_medusa_trees_have_their_published_mask_and_order(name: str) -
     assert ours == {tuple(node for node in path if node >= 0) for path in golden["retrieve_indices"]}
 
 
+def test_published_trees_ship_under_their_names() -> None:
+    assert published_trees() == {name: [tuple(path) for path in golden["paths"]] for name, golden in GOLDEN.items()}
+
+
 @given(st.integers(0, 2**32))
 @settings(max_examples=20, deadline=None)
 def test_ordered_paths_do_not_depend_on_the_order_they_were_listed_in(seed: int) -> None:
@@ -88,44 +92,6 @@ def test_ordered_paths_do_not_depend_on_the_order_they_were_listed_in(seed: int)
 def test_lists_that_are_no_tree_are_refused(paths: list[list[int]], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         ordered_paths(paths)
-
-
-@pytest.mark.parametrize(
-    ("depths", "width", "nodes"), [(1, 4, 3), (2, 3, 5), (3, 2, 5), (3, 2, 7), (2, 3, 2), (2, 2, 1)]
-)
-@pytest.mark.parametrize("seed", range(4))
-def test_best_tree_is_worth_as_much_as_any(depths: int, width: int, nodes: int, seed: int) -> None:
-    ranks = torch.randint(-1, width, (200, depths), generator=torch.Generator().manual_seed(seed))
-    paths = best_tree(ranks, nodes)
-    assert len(paths) == nodes - 1
-    assert sorted(ordered_paths(paths)) == sorted(paths)
-    assert worth(ranks.tolist(), paths) == most_worth(ranks.tolist(), width, nodes)
-
-
-def test_best_tree_cut_short_is_the_best_smaller_tree() -> None:
-    ranks = torch.randint(-1, 3, (200, 3), generator=torch.Generator().manual_seed(9))
-    paths = best_tree(ranks, 9)
-    for nodes in range(2, 6):
-        assert ordered_paths(paths[: nodes - 1])
-        assert worth(ranks.tolist(), paths[: nodes - 1]) == most_worth(ranks.tolist(), 3, nodes)
-
-
-def test_best_tree_sees_that_depths_depend_on_each_other() -> None:
-    """Where only the second pick is ever followed by a right guess, that is where the tree goes deep."""
-    ranks = torch.tensor([[0, -1]] * 5 + [[1, 2]] * 4)
-    assert best_tree(ranks, 4) == [(0,), (1,), (1, 2)]
-
-
-def test_best_tree_gives_all_there_is_where_more_is_asked() -> None:
-    assert best_tree(torch.tensor([[1, 0], [0, -1], [-1, 0]]), 100) == [(0,), (1,), (1, 0)]
-
-
-def test_best_tree_of_a_text_that_favours_nothing_is_the_chain_of_first_picks() -> None:
-    assert best_tree(torch.full((3, 4), -1), 10) == chain(4)
-
-
-def test_best_tree_of_a_sure_first_pick_is_a_chain() -> None:
-    assert best_tree(torch.tensor([[0, 0, 0, 0]] * 4), 5) == chain(4)
 
 
 def test_a_chain_has_every_token_below_the_one_before_it():

@@ -1,6 +1,9 @@
 """A training job: build target and drafter, fit, save."""
 
-import time
+import copy
+import hashlib
+import json
+import os
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -8,35 +11,85 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import PartialState
 from accelerate.utils import set_seed
 from hydra.utils import instantiate
 
-from conf.schema import Features, Reasoning, Run
-from decode.opening import open_target, target_folder
+from conf.schema import Features, Kind, Reasoning, Run
+from decode.opening import context_of, end_tokens_of, open_target, open_tokenizer, target_folder
 from models.drafter import Drafter
 from models.ends import layer_weights
 from models.shelf import CARD, Card, family_class, knobs_of, make_folder, save_drafter
 from models.target import Target, resolve_dtype
-from models.tree import best_tree
 from train import checkpoint, optim
+from train.bodiless import Bodiless
 from train.chat import Example
 from train.data import load_examples, spoken
-from train.features import Live, Reader, Source
+from train.engines import Engine, engine_for, put
+from train.engines import check as check_engine
+from train.features import Live, Reader, Source, masks_of
+from train.judge import Judge, Trial, Verdict, prompts_of
+from train.log import plain
 from train.loop import fit
+from train.plan import plan
 from train.sources import require_there, rows_of
 from train.store import open_store
-
-MOST_NODES = 64  # of the tree that a card recommends; a measurement takes the first `decode.nodes` of them
+from train.trainee import Trainee, apply
+from train.trees import recommend
 
 
 def train(run: Run) -> None:
-    """Train the run's drafter and leave it in run.out."""
-    out, config = Path(run.out), identity(run)
-    optim.check(run.optim)
-    accelerator = prepare(run, out, config)
-    target = open_target(run.target)
-    known, taught, held = conversations(run, target)
+    """Train the run's drafter and leave it in run.out, or with run.plan only say what that would take."""
+    if run.plan:
+        return plan(run)
+    out = Path(run.out)
+    engine, config = prepare(run, out)
+    with engine.owning(out):
+        known, taught, held = conversations(run, quiet=not engine.first)
+        config |= {checkpoint.CONTENT: content(taught, held)}
+        if not run.overwrite:
+            checkpoint.require_same(out, config)
+        target = target_for(run, taught + held)
+        drafter = taught_by(run, target, known)
+        reader = reader_for(run, target, taught + held, engine)
+        source = Source(taught, reader, run.optim.batch, run.seed)
+        heldout = Source(held, reader, run.optim.batch, run.seed, keep=True)
+        heldout.read_all(quiet=not engine.first)
+        if run.overwrite:
+            clear(out, engine)
+        bf16 = resolve_dtype(run.optim.precision, engine.device) is torch.bfloat16
+        trainee = Trainee(drafter, bf16)
+        judge = Judge(heldout, engine, trial_of(run, target, drafter, held))
+        apply(run.engine, drafter)
+        progress = fit(trainee, source, judge, run, engine, checkpoint.Keeper(out, config, run, engine.first))
+        with engine.whole():
+            if engine.first:
+                finish(run, trainee, target, heldout, progress, taught)
+        engine.wait()
+    engine.end()
+
+
+def finish(
+    run: Run,
+    trainee: Trainee,
+    target: Target | Bodiless,
+    heldout: Source,
+    progress: checkpoint.Progress,
+    taught: list[Example],
+) -> None:
+    """Save the drafter as it was when it accepted most."""
+    best, out, drafter = progress.best, Path(run.out), trainee.drafter
+    assert best is not None
+    put(progress.weights, trainee)
+    said = card(run, drafter, target, best, taught)
+    recommend(drafter, heldout, said)
+    save_drafter(drafter, said, out, torch.bfloat16)
+    checkpoint.forget(out)
+    print(f"the drafter is in {out}; measure it: python decode/run.py conf={run.conf_name} trained={out}")
+
+
+def taught_by(run: Run, target: Target | Bodiless, known: list[Example]) -> Drafter:
+    """The drafter before its first step."""
     set_seed(run.seed)
     drafter: Drafter = instantiate(run.drafter, _partial_=True)(target.ends).to(target.device)
     if run.optim.steps and not any(True for _ in drafter.parameters()):
@@ -46,28 +99,34 @@ def train(run: Run) -> None:
     drafter.learn_vocabulary(torch.bincount(said, minlength=target.identity.vocabulary))
     drafter.learn_successors(before, said)
     drafter.inherit(lambda number: layer_weights(target_folder(run.target), number))
-    reader = reader_for(run, target, taught + held, accelerator)
-    source = Source(taught, reader, run.optim.batch, run.seed)
-    heldout = Source(held, reader, run.optim.batch, run.seed, keep=True)
-    heldout.read_all(quiet=not accelerator.is_main_process)
-    if run.overwrite:
-        clear(out, accelerator)
-    began = time.perf_counter()
-    acceptance = fit(drafter, source, heldout, run, accelerator, config)
-    if accelerator.is_main_process:
-        print(f"waiting for features took {source.waited / (time.perf_counter() - began):.1%} of the training time")
-        tree = recommended_tree(drafter, heldout)
-        save_drafter(drafter, card(run, drafter, target, tree, acceptance, taught), out, torch.bfloat16)
-        checkpoint.forget(out)
-        print(f"the drafter is in {out}; measure it: python decode/run.py conf={run.conf_name} trained={out}")
-    accelerator.end_training()
+    return drafter
+
+
+def target_for(run: Run, examples: list[Example]) -> Target | Bodiless:
+    """The target, without its body where features of all `examples` are on disk and nothing is decoded."""
+    if run.data.features is Features.cached and not (run.log.prompts or run.target.trust_remote_code):
+        alone = Bodiless(run.target)
+        alone.tap(instantiate(run.drafter, _partial_=True)(alone.ends).taps)
+        if not open_store(run.data.store, alone, examples).missing(examples):
+            return alone
+    return open_target(run.target)
+
+
+def trial_of(run: Run, target: Target | Bodiless, drafter: Drafter, held: list[Example]) -> Trial | None:
+    """The short decode of every evaluation, where log.prompts asks for one."""
+    if not run.log.prompts or isinstance(target, Bodiless):
+        return None
+    twin = copy.deepcopy(drafter, {id(target.ends): target.ends}).to(target.device, target.dtype).eval()
+    prompts = [prompt for prompt in prompts_of(held, run.log.prompts) if len(prompt) + run.log.tokens <= target.context]
+    depth = min(run.decode.depth, len(drafter.counts(*masks_of(held[:1]))))
+    return Trial(target, twin, prompts, run.log.tokens, depth)
 
 
 def extract(run: Run) -> None:
     """The command: write what the target makes of the run's conversations to the store that `data.features=cached` reads."""
     require_parts(run)
+    _, taught, held = conversations(run, quiet=not PartialState().is_main_process)
     target = open_target(run.target)
-    _, taught, held = conversations(run, target)
     drafter: Drafter = instantiate(run.drafter, _partial_=True)(target.ends)
     target.tap(drafter.taps)
     store = open_store(run.data.store, target, taught + held)
@@ -79,62 +138,83 @@ def extract(run: Run) -> None:
         print(f"the features of {len(taught + held):,} conversations are in {store.folder}")
 
 
-def conversations(run: Run, target: Target) -> tuple[list[Example], list[Example], list[Example]]:
-    """All conversations that may teach, those of them that do, and those held out."""
-    longest = min(run.data.longest, target.context)
+def conversations(run: Run, quiet: bool) -> tuple[list[Example], list[Example], list[Example]]:
+    """All conversations that may teach, those of them that do, and those held out; the target's weights are not needed."""
+    tokenizer = open_tokenizer(run.target)
+    longest = min(run.data.longest, context_of(run.target))
     kept = run.data.reasoning is Reasoning.keep
-    rows = rows_of(run.data, quiet=not PartialState().is_main_process)
-    examples = load_examples(rows, target.tokenizer, target.end_tokens, longest, kept)
+    rows = rows_of(run.data, quiet=quiet)
+    examples = load_examples(rows, tokenizer, end_tokens_of(run.target, tokenizer), longest, kept)
     known, held = split(examples, run.data.heldout)
     return known, evenly(known, run.data.conversations), held
 
 
-def reader_for(run: Run, target: Target, examples: list[Example], accelerator: Accelerator) -> Reader:
+def content(taught: list[Example], held: list[Example]) -> str:
+    """What the conversations say, in a few letters: runs on other text are other runs."""
+    told = [len(taught), *((example.input_ids, example.loss_mask) for example in [*taught, *held])]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+
+
+def reader_for(run: Run, target: Target | Bodiless, examples: list[Example], engine: Engine) -> Reader:
     """The target, or a store on disk that holds what it makes of `examples`."""
     if run.data.features is Features.online:
+        assert isinstance(target, Target)
         return Live(target)
     taps = target.taps
     store = open_store(run.data.store, target, examples)
-    accelerator.wait_for_everyone()  # all see the same shards before any writes
-    store.fill(target, examples, accelerator.process_index, accelerator.num_processes)
-    accelerator.wait_for_everyone()
-    store.look()
-    target.tap(taps)
+    engine.wait()  # all see the same shards before any writes
+    if isinstance(target, Target):
+        store.fill(target, examples, engine.rank, engine.ranks)
+        engine.wait()
+        store.look()
+        target.tap(taps)
     return store
 
 
-def identity(run: Run) -> dict[str, Any]:
-    """What must be the same for a run to go on where it stopped: all that shapes the weights."""
+def identity(run: Run, ranks: int) -> dict[str, Any]:
+    """What must be the same for a run to go on where it stopped: all that shapes the weights but what the data say.
+
+    Of micro-batches and ranks only the product does.
+    """
+    together = run.optim.batch * run.optim.accumulate * ranks
     shaping = {
         "target": asdict(run.target),
         "drafter": run.drafter,
         "data": {key: value for key, value in asdict(run.data).items() if key != "store"},
-        "optim": asdict(run.optim),
+        "optim": {
+            key: value for key, value in (asdict(run.optim) | {"together": together}).items() if key != "accumulate"
+        },
     }
     told = {f"{part}.{key}": str(value) for part, values in shaping.items() for key, value in values.items()}
     return {**told, "seed": str(run.seed)}
 
 
-def prepare(run: Run, out: Path, config: dict[str, Any]) -> Accelerator:
-    """The output folder and the accelerator, with every complaint before weights load."""
+def prepare(run: Run, out: Path) -> tuple[Engine, dict[str, Any]]:
+    """The engine and what shapes the weights, with every complaint that needs no data and no weights."""
+    optim.check(run.optim)
     if not require_parts(run).needs_training:
         raise ValueError(
             f"{run.drafter['_target_']} needs no training; measure it: python decode/run.py conf={run.conf_name}"
         )
-    if min(run.log.evaluate_every, run.log.save_every) < 1:
+    if (
+        min(run.log.evaluate_every, run.log.save_every, run.log.keep) < 1
+        or min(run.log.prompts, run.log.tokens - 2) < 0
+    ):
         raise ValueError(
-            "log.evaluate_every and log.save_every count steps; give at least 1, or more than optim.steps for never"
+            "log.evaluate_every and log.save_every count steps; give at least 1, or more than optim.steps for never. log.keep is at least 1, log.tokens 2"
         )
     if (out / CARD).exists() and not run.overwrite:
         raise ValueError(f"{out} holds a finished drafter; choose out=, or overwrite=true to train it again")
+    resolve_dtype(run.optim.precision, torch.device("cpu"))
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    kind = run.engine.kind if run.optim.steps else Kind.auto  # where nothing is trained, nothing is shared
+    check_engine(kind, ranks)
+    run.optim.accumulate = optim.accumulated(run.optim, ranks)
+    config = identity(run, ranks)
     if not run.overwrite:
         checkpoint.require_same(out, config)
     make_folder(out)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    bf16 = resolve_dtype(run.optim.precision, device) is torch.bfloat16
-    accelerator = Accelerator(mixed_precision="bf16" if bf16 else "no", cpu=device.type == "cpu")
-    accelerator.wait_for_everyone()
-    return accelerator
+    return engine_for(kind), config
 
 
 def require_parts(run: Run) -> type[Drafter]:
@@ -146,12 +226,12 @@ def require_parts(run: Run) -> type[Drafter]:
     return family
 
 
-def clear(out: Path, accelerator: Accelerator) -> None:
+def clear(out: Path, engine: Engine) -> None:
     """Drop what an earlier run left in `out`, now that nothing is left to complain of."""
-    if accelerator.is_main_process:
+    if engine.first:
         checkpoint.forget(out)
         (out / CARD).unlink(missing_ok=True)
-    accelerator.wait_for_everyone()
+    engine.wait()
 
 
 def split(examples: list[Example], heldout: int) -> tuple[list[Example], list[Example]]:
@@ -172,25 +252,16 @@ def evenly(examples: list[Example], count: int | None) -> list[Example]:
     return [examples[index * len(examples) // count] for index in range(count)]
 
 
-def recommended_tree(drafter: Drafter, heldout: Source) -> list[list[int]]:
-    """The static tree that held-out text favours, its best nodes first; [] for drafters that make their own."""
-    drafter.eval()
-    seen = [drafter.ranks(heldout.features(piece), width=10) for piece in heldout.everything()]
-    known = [ranks for ranks in seen if ranks is not None]
-    return [list(path) for path in best_tree(torch.cat(known), MOST_NODES)] if known else []
-
-
-def card(
-    run: Run, drafter: Drafter, target: Target, tree: list[list[int]], acceptance: dict[str, Any], taught: list[Example]
-) -> Card:
-    """What the drafter's card says."""
+def card(run: Run, drafter: Drafter, target: Target | Bodiless, best: Verdict, taught: list[Example]) -> Card:
+    """What the drafter's card says, but for its tree."""
     training = {
         "conf": run.conf_name,
         "data": run.data.path,
         "conversations": len(taught),
         "tokens": sum(len(example.input_ids) for example in taught),
         "answer_tokens": sum(sum(example.loss_mask) for example in taught),
-        "optim": {**asdict(run.optim), "betas": list(run.optim.betas)},
+        "optim": {**plain(run.optim), "betas": list(run.optim.betas)},
+        "best": {"step": best.step, "tau": best.tau, "low": best.low, "high": best.high, "decoded": best.decoded},
         "seed": run.seed,
         "outrider": version("outrider"),
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -200,8 +271,7 @@ def card(
         knobs_of(run.drafter),
         asdict(target.identity),
         list(drafter.taps),
-        tree,
-        training,
-        acceptance,
-        drafter.meaning(),
+        training=training,
+        acceptance=best.acceptance,
+        meaning=drafter.meaning(),
     )

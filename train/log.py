@@ -1,16 +1,21 @@
 """What a run shows: a progress line, acceptance at intervals, curves in wandb if asked."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import wandb
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from conf.schema import Wandb
+from conf.schema import Run
+from train.optim import rate
+
+if TYPE_CHECKING:
+    from train.judge import Verdict
 
 
 @contextmanager
@@ -31,7 +36,7 @@ def tokens_bar(what: str, total: int, quiet: bool) -> Iterator[Callable[[int], N
 class Journal:
     """Shown on the first rank only; the others stay silent."""
 
-    def __init__(self, steps: int, loud: bool, curves: Wandb, project: str, config: dict[str, Any], out: str):
+    def __init__(self, run: Run, loud: bool, done: int, best: "Verdict | None"):
         self.console = Console(quiet=not loud)
         columns = (
             TextColumn("train"),
@@ -41,9 +46,15 @@ class Journal:
             TimeRemainingColumn(),
         )
         self.progress = Progress(*columns, console=self.console)
-        self.bar = self.progress.add_task("", total=steps, state="")
-        mode: Any = curves.value if loud else "disabled"
-        self.curves = wandb.init(project=project, config=config, dir=out, mode=mode) if mode != "disabled" else None
+        self.bar = self.progress.add_task("", total=run.optim.steps, completed=done, state="")
+        self.optim, self.best, self.last = run.optim, best, best
+        self.done = 0
+        self.tokens, self.seconds, self.waited = 0, 0.0, 0.0
+        mode: Any = run.log.wandb.value if loud else "disabled"
+        told = {part: plain(getattr(run, part)) for part in ("target", "drafter", "data", "optim", "engine")}
+        self.curves = None
+        if mode != "disabled":
+            self.curves = wandb.init(project=run.log.project, config=told, dir=run.out, mode=mode)
 
     def __enter__(self) -> "Journal":
         self.progress.start()
@@ -53,23 +64,48 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.progress.stop()
+        if self.done:
+            self.console.print(self.summary())
         if self.curves is not None:
             self.curves.finish(exit_code=int(kind is not None))
 
-    def step(self, done: int, loss: float, tokens_per_second: float, rate: float) -> None:
-        """After each step."""
-        self.progress.update(self.bar, completed=done, state=f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s")
+    def step(self, done: int, loss: float, norm: float, tokens: int, seconds: float, waited: float) -> None:
+        """After each step: its tokens on all ranks, the seconds it took, and those of them that waited for features."""
+        self.done += 1
+        self.tokens, self.seconds, self.waited = self.tokens + tokens, self.seconds + seconds, self.waited + waited
+        tau = f"  tau {self.last.tau:.2f}" if self.last else ""
+        state = f"loss {loss:.3f}  {tokens / seconds:,.0f} tokens/s{tau}"
+        self.progress.update(self.bar, completed=done, state=state)
         if self.curves is not None:
-            self.curves.log({"loss": loss, "tokens_per_second": tokens_per_second, "lr": rate}, step=done)
+            now = {"loss": loss, "norm": norm, "tokens_per_second": tokens / seconds, "lr": rate(self.optim, done - 1)}
+            self.curves.log({**now, "step_seconds": seconds, "wait_seconds": waited}, step=done)
 
-    def acceptance(self, done: int, greedy: Sequence[float], sampled: Sequence[float]) -> None:
-        """After each evaluation: first picks that were the target's, and what sampling would accept, by depth."""
-        first = " ".join(f"{value:.3f}" for value in greedy)
-        second = " ".join(f"{value:.3f}" for value in sampled)
-        self.console.print(f"step {done}: held-out acceptance by depth, greedy {first}, sampled {second}")
+    def verdict(self, verdict: "Verdict") -> None:
+        """After each evaluation: first picks that were the target's, what sampling would accept, and the tau that follows."""
+        first, second = (" ".join(f"{rate:.3f}" for rate in rates) for rates in (verdict.greedy, verdict.sampled))
+        tau = f"tau {verdict.tau:.2f} ({verdict.low:.2f}-{verdict.high:.2f})"
+        real = "" if verdict.decoded is None else f", {verdict.decoded:.2f} decoded"
+        self.console.print(
+            f"step {verdict.step}: held-out acceptance by depth, greedy {first}, sampled {second}; {tau}{real}"
+        )
+        self.last = verdict
+        self.best = verdict if self.best is None or verdict.tau > self.best.tau else self.best
         if self.curves is not None:
-            self.curves.log(
-                {f"greedy/{k}": value for k, value in enumerate(greedy, 1)}
-                | {f"sampled/{k}": value for k, value in enumerate(sampled, 1)},
-                step=done,
-            )
+            by_depth = {"greedy": verdict.greedy, "sampled": verdict.sampled}
+            curves = {f"{name}/{k}": rate for name, rates in by_depth.items() for k, rate in enumerate(rates, 1)}
+            real_tau = {} if verdict.decoded is None else {"decoded": verdict.decoded}
+            self.curves.log(curves | real_tau | {"tau": verdict.tau}, step=verdict.step)
+
+    def summary(self) -> str:
+        """What the steps of this process came to."""
+        best = f"; best tau {self.best.tau:.2f} after step {self.best.step}" if self.best else ""
+        return (
+            f"{self.done:,} steps of {self.seconds / self.done:.3g} s, {self.tokens:,} tokens at {self.tokens / self.seconds:,.0f} tokens/s, "
+            f"{self.waited / self.seconds:.1%} of it waiting for features{best}"
+        )
+
+
+def plain(part: Any) -> dict[str, Any]:
+    """A part of the configuration as plain values."""
+    told: dict[str, Any] = part if isinstance(part, dict) else asdict(part)
+    return {key: getattr(value, "value", value) for key, value in told.items()}

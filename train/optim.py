@@ -1,28 +1,32 @@
 """The optimizer and how its rate rises and falls."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from conf.schema import Optim
+from conf.schema import Optim, Schedule
+
+Groups = Sequence[tuple[float, list[nn.Parameter]]]  # what is trained, and by what its learning rate is multiplied
 
 
-def optimizer_for(parameters: Iterable[nn.Parameter], optim: Optim) -> torch.optim.AdamW:
-    """AdamW over what is trained."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+def optimizer_for(groups: Groups, optim: Optim) -> torch.optim.AdamW:
+    """AdamW over what is trained; every group remembers its own scale of the learning rate."""
+    told = [{"params": parameters, "scale": scale, "lr": optim.lr * scale} for scale, parameters in groups]
+    fused = all(parameter.device.type == "cuda" for _, parameters in groups for parameter in parameters)
     return torch.optim.AdamW(
-        trained, lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), weight_decay=optim.weight_decay
+        told, lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), weight_decay=optim.weight_decay, fused=fused or None
     )
 
 
 def rate(optim: Optim, step: int) -> float:
-    """The learning rate of `step`: a line up over the warm-up, then half a cosine down to zero."""
+    """The learning rate of `step`: a line up over the warm-up, then half a cosine or a line down to zero."""
     if step < optim.warmup:
         return optim.lr * (step + 1) / optim.warmup
     done = (step - optim.warmup) / max(optim.steps - optim.warmup, 1)
-    return optim.lr * 0.5 * (1 + math.cos(math.pi * done))
+    left = 1 - done if optim.schedule is Schedule.linear else 0.5 * (1 + math.cos(math.pi * done))
+    return optim.lr * left
 
 
 def check(optim: Optim) -> None:
@@ -37,3 +41,19 @@ def check(optim: Optim) -> None:
         raise ValueError(
             f"optim.batch={optim.batch} optim.accumulate={optim.accumulate} optim.clip={optim.clip} must be positive"
         )
+    if optim.patience is not None and optim.patience < 1:
+        raise ValueError(
+            f"optim.patience={optim.patience} evaluations would stop the run at once; give at least 1, or null for never"
+        )
+
+
+def accumulated(optim: Optim, ranks: int) -> int:
+    """Micro-batches a rank and step, so that the ranks together take `optim.together` conversations."""
+    if optim.together is None:
+        return optim.accumulate
+    if optim.together < 1 or optim.together % (optim.batch * ranks):
+        raise ValueError(
+            f"optim.together={optim.together} conversations a step do not divide into batches of optim.batch={optim.batch} on {ranks} processes; "
+            f"change one of them (a multiple of {optim.batch * ranks} would do)"
+        )
+    return optim.together // (optim.batch * ranks)

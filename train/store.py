@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from models.drafter import FeatureBatch
 from models.files import write_whole
 from models.shelf import make_folder
-from models.source import cache_home
+from models.source import Identity, cache_home
 from models.target import Target
 from train.chat import Example
 from train.features import Live, masks_of
@@ -30,6 +30,15 @@ from train.log import tokens_bar
 SCHEMA = 1
 SHARD = 16_384  # a shard ends with the conversation that reaches this many tokens
 TOGETHER = 8  # conversations that the target reads at once
+
+
+class Known(Protocol):
+    """What a store asks of a target that it need not run."""
+
+    identity: Identity
+    taps: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
 
 
 @dataclass(frozen=True)
@@ -41,7 +50,7 @@ class Stamp:
     dtype: str
 
     @classmethod
-    def of(cls, target: Target) -> "Stamp":
+    def of(cls, target: Known) -> "Stamp":
         return cls(target.identity.fingerprint, tuple(target.taps), str(target.dtype).removeprefix("torch."))
 
     @property
@@ -197,7 +206,7 @@ def shards(examples: Sequence[Example]) -> Iterator[list[Example]]:
         yield part
 
 
-def open_store(home: str | None, target: Target, examples: Sequence[Example]) -> Store:
+def open_store(home: str | None, target: Known, examples: Sequence[Example]) -> Store:
     """The store for the taps that are set on `target`, in `home` or the user's cache.
 
     A store of more taps serves fewer: the one that lacks least of `examples` is taken.

@@ -1,0 +1,40 @@
+"""Where a batch asks a drafter, depth by depth.
+
+B rows, T positions, K depths, R questions of one depth, S of them at the first.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from models.drafter import FeatureBatch, asked
+
+
+class Questions(NamedTuple):
+    """The questions of depths 1 to K. Those of one position are a chain: the guesses of one round, one after the other.
+
+    Chain c asks at depth k for the token that chain c + k - 1 asks for at depth 1: the target says it from there.
+    """
+
+    places: list[tuple[Tensor, Tensor]]  # K times row [R] and position [R], in reading order
+    chain: list[Tensor]  # K times [R] ascending: chain c is the c-th question of the first depth
+    seen: Tensor  # [K] how many there are at each depth
+    widest: int  # most questions of the first depth in one row
+
+    @classmethod
+    def of(cls, batch: FeatureBatch, depths: int) -> "Questions":
+        """All that `batch` can ask, as `asked` marks them."""
+        return cls.where(list(asked(batch.loss_mask, batch.document, depths)))
+
+    @classmethod
+    def where(cls, marked: Sequence[Tensor]) -> "Questions":
+        """The questions at the places [B, T] that are `marked` for each depth, of which the first depth has all."""
+        masks = torch.stack(list(marked))
+        _, row, at = masks.nonzero(as_tuple=True)
+        counts = masks.sum((1, 2))
+        *sizes, widest = torch.cat([counts, masks[0].sum(1).amax(keepdim=True)]).tolist()
+        number = (masks[0].flatten().cumsum(0) - 1).view_as(masks[0])[row, at]
+        places = list(zip(row.split(sizes), at.split(sizes), strict=True))
+        return cls(places, list(number.split(sizes)), counts.float(), widest)

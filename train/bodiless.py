@@ -1,0 +1,26 @@
+"""A target without its body: with all features on disk, training needs its embedding and head alone."""
+
+import torch
+
+from conf.schema import Target as TargetConf
+from decode.opening import target_folder
+from models.ends import Ends
+from models.source import identify
+from models.target import resolve_dtype
+
+
+class Bodiless:
+    """What training asks of a target that nobody needs to run."""
+
+    def __init__(self, conf: TargetConf):
+        folder = target_folder(conf)
+        named = conf.device if conf.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(named)
+        self.dtype = resolve_dtype(conf.dtype, self.device)
+        self.ends = Ends.load(folder, self.dtype, str(self.device))
+        self.identity = identify(folder, conf.name, conf.trust_remote_code)
+        self.taps: tuple[int, ...] = ()
+
+    def tap(self, taps: tuple[int, ...]) -> None:
+        """The hidden states that are to be read from disk."""
+        self.taps = taps
