@@ -25,7 +25,7 @@ class MedusaLayout(Layout):
     """What vLLM's and FasterDecoding's files have in common: K heads of residual blocks."""
 
     family = "models.medusa.Medusa"
-    knobs = frozenset({"heads", "layers", "head", "vocabulary", "teacher", "loss", "decay"})
+    knobs = frozenset({"heads", "layers", "head", "vocabulary", "loss", "decay"})
     method = "medusa"
     block = ""  # their name of a block's weight or bias, by head k and layer j
 

@@ -24,7 +24,7 @@ from train.convert import convert
 from train.export import export, guesses
 from train.upload import share, upload
 
-MEDUSA = {"heads": 2, "layers": 1, "head": "shared", "vocabulary": 50, "teacher": "target", "decay": 0.8}
+MEDUSA = {"heads": 2, "layers": 1, "head": "shared", "vocabulary": 50, "loss": "kl", "decay": 0.8}
 EAGLE3 = {"taps": [0, 1, 2], "vocabulary": 50, "fc_norm": True, "feedback": "after_norm", "steps": 2}
 TARGET = "target.random.initializer_range=0.3"
 

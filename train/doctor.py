@@ -32,6 +32,11 @@ MENDED = 1.1  # how much more a suspicion must accept to be named
 LOST = 0.9  # of the recorded acceptance: less is ill, where it is not chance
 SIGMAS = 4  # how far chance goes, in standard deviations of a share of the replayed positions
 ZEROS = 0.02  # share of a matrix that may be zero: more is underflow
+LAYER = (
+    *(f"self_attn.{part}_proj" for part in "qkvo"),
+    *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
+    *("input_layernorm", "hidden_norm", "post_attention_layernorm"),
+)
 FLAGS = ("norm_before_residual", "norm_output", "fc_norm")
 
 
@@ -173,13 +178,16 @@ def admitted(config: dict[str, Any], tensors: dict[str, Tensor], target: Target)
         name.replace("midlayer.", "layers.0."): value.float() if value.is_floating_point() else value
         for name, value in tensors.items()
     }
-    try:
-        if any(name.startswith("blocks.") for name in held):
-            depth = len({name.split(".")[1] for name in held if name.startswith("blocks.")})
-            return Patient(held, held.get("token_map"), depth)
-        return eagle3_patient(config, held, target)
-    except KeyError as lacking:
-        return Finding("tensors", f"{lacking.args[0]} is missing")
+    heads = {name.split(".")[1] for name in held if name.startswith("blocks.")}
+    if heads:
+        lacking = [] if {"lm_head.weight", "lm_heads.0.weight"} & held.keys() else ["lm_head.weight"]
+    else:
+        lacking = sorted(
+            {"fc.weight", "norm.weight", "lm_head.weight", *(f"layers.0.{part}.weight" for part in LAYER)} - held.keys()
+        )
+    if lacking:
+        return Finding("tensors", f"{', '.join(lacking)} missing")
+    return Patient(held, held.get("token_map"), len(heads)) if heads else eagle3_patient(config, held, target)
 
 
 def eagle3_patient(config: dict[str, Any], held: dict[str, Tensor], target: Target) -> Patient | Finding:
