@@ -107,7 +107,11 @@ def names(chart: Chart) -> list[str]:
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [(EAGLE3, "vllm"), (EAGLE3, "speculators"), (MEDUSA, "vllm")],
+    [
+        (EAGLE3, "vllm"),
+        pytest.param(EAGLE3, "speculators", marks=pytest.mark.slow),
+        pytest.param(MEDUSA, "vllm", marks=pytest.mark.slow),
+    ],
     ids=["eagle3", "speculators", "medusa"],
 )
 def test_a_sound_export_accepts_what_training_measured(home, family, layout):
@@ -157,16 +161,29 @@ PLANTED: dict[str, Callable[[dict[str, Any], dict[str, Tensor]], object]] = {
 }
 
 
-@pytest.mark.parametrize("fault", PLANTED)
+QUICK = {
+    "taps",
+    "d2t as identity",
+    "d2t as positions",
+    "d2t missing",
+    "numbers",
+}  # the others are proofs that take a minute
+
+
+@pytest.mark.parametrize(
+    "fault", [fault if fault in QUICK else pytest.param(fault, marks=pytest.mark.slow) for fault in PLANTED]
+)
 def test_a_planted_mismatch_is_named(home, tmp_path, fault):
     assert fault in names(spoilt(home, tmp_path, PLANTED[fault]))
 
 
+@pytest.mark.slow
 def test_a_flipped_feedback_is_named_at_the_depths_that_it_reaches(home, tmp_path):
     chart = spoilt(home, tmp_path, lambda config, tensors: config.update(norm_output=False))
     assert names(chart) == ["norm_output"]
 
 
+@pytest.mark.slow
 def test_heads_that_stand_one_place_too_early_are_called_shifted_labels(home, tmp_path):
     def shifted(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         for part in ("weight", "bias"):
@@ -186,6 +203,7 @@ def test_a_truncated_shard_is_named(home, tmp_path):
     assert "is damaged" in chart.findings[0].sentence
 
 
+@pytest.mark.slow
 def test_another_template_and_another_target_are_told_apart(home, tmp_path):
     folder = exported(home, EAGLE3, "vllm")
     other = chart_of(run_of(home, "target.random.intermediate_size=96"), folder)

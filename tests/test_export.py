@@ -298,6 +298,7 @@ def test_what_cannot_be_uploaded_is_refused_before_anything_is_sent(drafters, tm
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_command_takes_a_folder_as_its_first_word_and_ends_in_one_sentence(tmp_path):
     code, out, error = said(
         str(Path(__file__).parent.parent / "scripts" / "convert.py"), str(tmp_path), "out=back", cwd=tmp_path

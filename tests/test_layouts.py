@@ -88,7 +88,7 @@ def round_trip(layout: Layout, drafter: Drafter, tensors: dict[str, Tensor], kno
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     heads=st.integers(1, 3),
     layers=st.integers(1, 2),
@@ -110,7 +110,7 @@ def test_medusa_comes_back_from_every_layout_to_the_same_bytes(heads, layers, he
                 written(layout, drafter, tensors)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     taps=st.lists(st.integers(0, DEPTH), min_size=1, max_size=4, unique=True).map(sorted)
     | st.just([2, DEPTH // 2, DEPTH - 3]),
