@@ -20,6 +20,7 @@ ROOT = {
         "schema",
         "_self_",
         {"engine": "auto"},
+        {"peft": None},
         {"conf": "tiny"},
         {"override hydra/job_logging": "stdout"},
         {"override hydra/hydra_logging": "none"},

@@ -99,17 +99,31 @@ class Target:
 class Data:
     """Conversations in the target's own words, and prompts to get them from."""
 
-    path: str = MISSING  # conversations: a .jsonl(.gz), .json or .parquet file, a folder, or hub://owner/name?split=...; pkg:// is inside the installed packages
+    path: str = MISSING  # conversations: a .jsonl(.gz), .json or .parquet file, a folder, or hub://owner/name?split=...; pkg:// is inside the installed packages; imagined: the target asks itself
     columns: Any = None  # which of its columns are ours: {messages: chat}
-    mix: Any = None  # other sources and their shares of the whole: {mine.jsonl: 0.3}
+    mix: Any = None  # other sources, places or names of conf/data, and their shares of the whole: {mine.jsonl: 0.3}
+    answer: bool = (
+        False  # let the target answer what nobody answered, as `regenerate` says: once, into the user's cache
+    )
     clean: bool = False  # drop prompts that stand twice, almost twice, or in a shipped benchmark
     near: float = 0.85  # how alike two prompts are that are almost the same: Jaccard of their word 3-grams
     heldout: int = 64  # conversations kept for evaluation
     conversations: int | None = None  # train on this many of the others, taken evenly over the file; null: all
     longest: int = 512  # tokens a conversation is cut to
+    packing: int | None = None  # tokens of a row that several conversations share; null: one conversation a row
     reasoning: Reasoning = Reasoning.keep
     features: Features = Features.online
     store: str | None = None  # where cached features stay; null: the user's cache
+
+
+@dataclass
+class Peft:
+    """LoRA on a drafter that `init_from` names: its own weights stay as they are."""
+
+    r: int = 8
+    alpha: float = 16.0
+    targets: list[str] | None = None  # linear layers by name or by the end of it; null: all
+    merge: bool = False  # save the sum of both instead of the adapter alone
 
 
 @dataclass
@@ -118,10 +132,10 @@ class Optim:
 
     lr: float = 1e-3
     steps: int = 1000
-    batch: int = 8  # conversations a rank and micro-batch
+    batch: int = 8  # rows a rank and micro-batch: conversations, or packed ones
     accumulate: int = 1  # micro-batches a rank and step
     together: int | None = (
-        None  # conversations a step over all ranks, from which accumulate follows; null: batch * accumulate * ranks
+        None  # rows a step over all ranks, from which accumulate follows; null: batch * accumulate * ranks
     )
     warmup: int = 50
     schedule: Schedule = Schedule.cosine
@@ -168,6 +182,9 @@ class Decode:
     depth: int = 4  # of chains and dynamic trees
     branch: int = 4  # of dynamic trees: nodes that grow at every level, and children of each
     rows: int = 1
+    contexts: list[int] = field(
+        default_factory=lambda: [2048, 4096, 8192]
+    )  # python -m train.long_context: prompt and answer
     proposal: Proposal = Proposal.top
     temperature: float = 0.0
     top_k: int = 0
@@ -219,6 +236,8 @@ class Run:
     overwrite: bool = False
     plan: bool = False  # `python -m train` only says what the run would take,
     machine: str | None = None  # on so many ranks of so many GB, such as 8x80; null: here
+    init_from: str | None = None  # train on from this drafter of the same family: a conf, folder or Hub name
+    peft: Peft | None = None  # conf/peft/lora.yaml: only an adapter is trained
     trained: str | None = None  # a drafter to measure: folder or Hub name; null: that of `out`, else the shipped one
     allow_pickle: bool = False  # for outrider-convert: read *.bin and *.pt that hold nothing but tensors
     layout: str | None = None  # for outrider-export and outrider-convert: vllm, sglang, speculators, eagle or medusa

@@ -72,6 +72,19 @@ def budget_for(how: Decode, card: Card) -> Budget:
     return Budget(tuple(paths), max(how.nodes, len(paths) + 1), how.depth, sampled=sampled)
 
 
+def beyond(arm: Arm, tokens: int) -> str | None:
+    """What to say where texts of `tokens` tokens are longer than any that a drafter which attends to them learned from."""
+    longest, knobs = arm.card.training.get("longest"), arm.card.knobs
+    if not longest or tokens <= longest or "window" not in knobs:
+        return None
+    if (knobs["window"] or tokens) <= longest or tokens <= longest * knobs.get("stretch", 1.0):
+        return None
+    return (
+        f"{arm.name}: texts of up to {tokens} tokens, and it learned from none longer than {longest}, so its later guesses may be worse. "
+        f"`window: {longest}` in its drafter.yaml lets it look back no further; python -m train.long_context measures what that is worth"
+    )
+
+
 def widest(arms: Sequence[Arm]) -> int:
     """Nodes of the largest tree that may be proposed."""
     return max(max(arm.budget.nodes, len(arm.budget.paths) + 1) for arm in arms)

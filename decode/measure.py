@@ -15,7 +15,7 @@ from rich.progress import track
 
 from conf.schema import Accept, Decode, Proposal, Run
 from decode.accept import Typical
-from decode.arms import Arm, arms_of, widest
+from decode.arms import Arm, arms_of, beyond, widest
 from decode.cost import Cost, Ladder
 from decode.engine import Run as Decoded
 from decode.engine import generate
@@ -47,6 +47,8 @@ def measure(run: Run) -> Report:
     drafters = [open_drafter(arm.folder, arm.card, target) for arm in arms]
     for arm in arms:
         console.print(f"{arm.name}: drafter {arm.folder or arm.card.family}")
+        if warning := beyond(arm, longest_of(chosen, how)):
+            console.print(f"warning: {warning}")
     if typical:
         console.print(f"typical acceptance, lossy: the text is not distributed as the target's own ({typical})")
     console.print(f"target {run.target.name} ({target.identity.fingerprint})")
@@ -126,6 +128,11 @@ def decode_all(
             dialogue.hear(answer.tokens)  # plain decoding's, so that all arms read the same next prompt
         ladder.climb()
     return samples
+
+
+def longest_of(chosen: Mapping[str, list[Dialogue]], how: Decode) -> int:
+    """Tokens of the longest text that may come about, earlier turns left out, whose answers nobody knows yet."""
+    return how.tokens + max(len(dialogue.prompt()) for dialogues in chosen.values() for dialogue in dialogues)
 
 
 def typical_context(chosen: Mapping[str, list[Dialogue]], tokens: int) -> int:

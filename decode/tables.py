@@ -57,7 +57,7 @@ def _json_rows(file: Path) -> Rows:
 
 def _loaded(text: bytes, complaint: str, file: Path) -> Any:
     try:
-        return json.loads(text.decode())
+        return json.loads(text.decode("utf-8-sig"))  # some editors begin a file with a mark
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{file} is not in UTF-8 ({error.reason} at {text[error.start : error.start + 8]!r}); save it so"

@@ -42,10 +42,9 @@ class DraftModel(Drafter):
         return torch.stack([where.sum() for where in asked(loss_mask, document, 1)])
 
     def training_loss(self, batch: FeatureBatch) -> Loss:
-        """What its first guess is worth on `batch`, one document a row; there is nothing to train."""
-        hidden = self.model.features(
-            self.readable(batch.input_ids), batch.loss_mask, (batch.document >= 0).sum(1)
-        ).last_hidden
+        """What its first guess is worth on `batch`; there is nothing to train."""
+        ids = self.readable(batch.input_ids)
+        hidden = self.model.documents(ids, batch.loss_mask, batch.document, batch.position).last_hidden
         return first_depth(batch, self.ends, self.vocabulary, lambda row, at: self._logits(hidden[row, at]))
 
     def readable(self, tokens: Tensor) -> Tensor:

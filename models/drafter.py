@@ -107,7 +107,10 @@ class Drafter(nn.Module):
         return [(1.0, [parameter for parameter in self.parameters() if parameter.requires_grad])]
 
     def ranks(self, batch: FeatureBatch, width: int) -> Tensor | None:
-        """[P, K] what a static tree is chosen from: at which rank each depth had the target's token, -1 beyond `width`."""
+        """[P, K] what a static tree is chosen from: at which rank each depth had the target's token, -1 beyond `width`.
+
+        For every position that `asked` marks at the first depth, row by row.
+        """
         return None
 
     def meaning(self) -> dict[str, str]:

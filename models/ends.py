@@ -12,6 +12,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from models.packed import PackedLinear
+
 if TYPE_CHECKING:
     from models.target import Target
 
@@ -84,7 +86,8 @@ class Ends:
 
     def embed(self, ids: Tensor) -> Tensor:
         """Embeddings [..., D] of `ids` as the first layer reads them."""
-        return nn.functional.embedding(ids, self.embedding) * self.embedding_scale
+        read = nn.functional.embedding(ids.to(self.embedding.device), self.embedding)
+        return read.to(self.head.device) * self.embedding_scale  # a target spread over GPUs has its two ends apart
 
     def logits(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
         """Logits [..., V] of final hidden states [..., D]; `rows` [R] asks for those vocabulary entries only."""
@@ -97,6 +100,28 @@ class Ends:
         """What the target does to the head's product: its scale, then its soft cap."""
         scaled = raw if self.scale == 1.0 else raw * self.scale
         return scaled if self.cap is None else torch.tanh(scaled / self.cap) * self.cap
+
+
+class FrozenHead:
+    """The target's head on a draft vocabulary. Not a module: nothing of it is trained or saved."""
+
+    def __init__(self, ends: Ends):
+        self.ends = ends
+        self.packed: PackedLinear | None = None
+
+    def pack(self, ids: Tensor | None) -> None:
+        """Lay the rows `ids` [V] out for products of a few states; they can no longer teach."""
+        self.packed = PackedLinear(*self.rows(ids))
+
+    def rows(self, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The matrix [V, D] and the bias [V] of the tokens `ids` [V], None for all."""
+        rows = slice(None) if ids is None else ids
+        return self.ends.head[rows], None if self.ends.bias is None else self.ends.bias[rows]
+
+    def __call__(self, hidden: Tensor, ids: Tensor | None) -> Tensor:
+        """Logits [..., V] of the tokens `ids` [V], None for all, from final hidden states [..., D]."""
+        hidden = hidden.to(self.ends.head.dtype)
+        return self.ends.logits(hidden, ids) if self.packed is None else self.ends.finish(self.packed(hidden))
 
 
 def layer_weights(folder: Path, number: int) -> dict[str, Tensor]:

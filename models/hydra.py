@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from models.drafter import Committed, FeatureBatch
-from models.eagle3 import Memory
 from models.ends import Ends
 from models.growth import Ask
 from models.layer import MLP, Attention, Pair, layer_config
 from models.medusa import Medusa, Residual
+from models.stack import Memory
 
 
 class Grafted(nn.Module):

@@ -3,6 +3,7 @@
 B rows, Q queries, S keys, T positions, D width, H heads, G key-value heads, C head width.
 """
 
+from math import gcd
 from typing import Any, cast
 
 import torch
@@ -16,30 +17,56 @@ Pair = tuple[Tensor, Tensor]  # keys and values [B, G, S, C]
 
 
 def layer_config(target: PretrainedConfig, width: int) -> LlamaConfig:
-    """The geometry of a drafter's layer: a Llama layer as wide as the target's, with the target's rotary embedding."""
+    """The geometry of a drafter's layer: a Llama layer with heads and rotary embedding like the target's.
+
+    One of another width than the target's has as many of those heads as fit into it, and an MLP in proportion.
+    """
     heads = target.num_attention_heads
-    ropes: dict[str, Any] = getattr(target, "rope_parameters", None) or {}
-    if any(isinstance(rope, dict) for rope in ropes.values()):  # one for each kind of layer
-        ropes = ropes.get("full_attention") or next(iter(ropes.values()))
-    whole = {key: value for key, value in ropes.items() if key != "partial_rotary_factor"}
+    groups = getattr(target, "num_key_value_heads", None) or heads
+    head_dim = getattr(target, "head_dim", None) or target.hidden_size // heads
+    if width != target.hidden_size:
+        if width < head_dim or width % head_dim:
+            raise ValueError(
+                f"width={width} is no multiple of the target's heads, which are {head_dim} wide; change it"
+            )
+        heads = width // head_dim
+        groups = gcd(heads, groups)
     return LlamaConfig(
         hidden_size=width,
-        intermediate_size=target.intermediate_size,
+        intermediate_size=target.intermediate_size * width // target.hidden_size,
         num_attention_heads=heads,
-        num_key_value_heads=getattr(target, "num_key_value_heads", None) or heads,
-        head_dim=getattr(target, "head_dim", None) or width // heads,
+        num_key_value_heads=groups,
+        head_dim=head_dim,
         max_position_embeddings=target.max_position_embeddings,
         rms_norm_eps=getattr(target, "rms_norm_eps", 1e-5),
-        rope_parameters=whole or None,
+        rope_parameters=rope_of(target),
     )
 
 
-class Rotary:
-    """Turns heads by their position. No module: cast to bf16 with one, its frequencies would lose their digits."""
+def rope_of(target: PretrainedConfig) -> dict[str, Any] | None:
+    """The target's rotary settings in transformers' spelling of today, from `rope_parameters` or from `rope_theta` and
+    `rope_scaling`; None where it says nothing.
 
-    def __init__(self, config: LlamaConfig):
+    Where kinds of layers differ it is full attention's. A drafter turns whole heads.
+    """
+    ropes: dict[str, Any] = getattr(target, "rope_parameters", None) or {}
+    if any(isinstance(rope, dict) for rope in ropes.values()):
+        ropes = ropes.get("full_attention") or next(iter(ropes.values()))
+    if not ropes and (theta := getattr(target, "rope_theta", None)):
+        ropes = {"rope_type": "default", "rope_theta": theta, **(getattr(target, "rope_scaling", None) or {})}
+        ropes["rope_type"] = ropes.pop("type", ropes["rope_type"])
+    return {key: value for key, value in ropes.items() if key != "partial_rotary_factor"} or None
+
+
+class Rotary:
+    """Turns heads by their position, which `stretch` divides (position interpolation, Chen et al. 2023).
+
+    No module: cast to bf16 with one, its frequencies would lose their digits.
+    """
+
+    def __init__(self, config: LlamaConfig, stretch: float):
         made = LlamaRotaryEmbedding(config)
-        self.frequencies, self.scale = made.inv_freq.float(), made.attention_scaling
+        self.frequencies, self.scale = made.inv_freq.float() / stretch, made.attention_scaling
 
     def __call__(self, heads: Tensor, position: Tensor) -> Tensor:
         """`heads` [B, H, S, C] at `position` [B, S]."""
@@ -52,7 +79,7 @@ class Rotary:
 class Attention(nn.Module):
     """Projections of grouped-query attention that reads `width_in` wide inputs, with rotary positions."""
 
-    def __init__(self, config: LlamaConfig, width_in: int):
+    def __init__(self, config: LlamaConfig, width_in: int, stretch: float = 1.0):
         super().__init__()
         heads, groups = config.num_attention_heads, cast(int, config.num_key_value_heads)
         width = cast(int, config.head_dim)
@@ -61,7 +88,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width_in, groups * width, bias=False)
         self.v_proj = nn.Linear(width_in, groups * width, bias=False)
         self.o_proj = nn.Linear(heads * width, config.hidden_size, bias=False)
-        self.rotary = Rotary(config)
+        self.rotary = Rotary(config, stretch)
 
     def queries(self, states: Tensor, position: Tensor) -> Tensor:
         """[B, H, Q, C] of inputs [B, Q, width_in] at `position` [B, Q]."""
@@ -113,29 +140,49 @@ class MLP(nn.Module):
         return self.down_proj(nn.functional.silu(self.gate_proj(states)) * self.up_proj(states))
 
 
-class FusedLayer(nn.Module):
+class Layer(nn.Module):
+    """What every drafter's layer is: attention whose output is added to a base, then an MLP that is added too."""
+
+    def __init__(self, config: LlamaConfig, width_in: int, stretch: float):
+        super().__init__()
+        self.self_attn = Attention(config, width_in, stretch)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def outputs(self, base: Tensor, mixed: Tensor) -> Tensor:
+        """The layer's output [..., D] from what attention found."""
+        states = base + mixed
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+class PlainLayer(Layer):
+    """A Llama layer as every target has it; `normed` False leaves out the norm before attention, as EAGLE-1 does."""
+
+    def __init__(self, config: LlamaConfig, stretch: float = 1.0, normed: bool = True):
+        super().__init__(config, config.hidden_size, stretch)
+        norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = norm if normed else nn.Identity()
+
+    def inputs(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention reads [..., D], and what its output is added to [..., D]."""
+        return self.input_layernorm(state), state
+
+
+class FusedLayer(Layer):
     """EAGLE-3's layer: attention reads [norm(embedding), norm(feature)], and its output is added to the feature.
 
     `residual` before_norm: the feature itself is what is added to; after_norm: the normed one.
     """
 
-    def __init__(self, config: LlamaConfig, residual: str):
-        super().__init__()
+    def __init__(self, config: LlamaConfig, residual: str, stretch: float = 1.0):
+        super().__init__(config, 2 * config.hidden_size, stretch)
         width, eps = config.hidden_size, config.rms_norm_eps
         self.residual = residual
         self.input_layernorm = nn.RMSNorm(width, eps)
         self.hidden_norm = nn.RMSNorm(width, eps)
-        self.self_attn = Attention(config, 2 * width)
-        self.post_attention_layernorm = nn.RMSNorm(width, eps)
-        self.mlp = MLP(config)
 
     def inputs(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         """What attention reads [..., 2D], and what its output is added to [..., D]."""
         normed = self.hidden_norm(feature)
         pair = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
         return pair, feature if self.residual == "before_norm" else normed
-
-    def outputs(self, base: Tensor, mixed: Tensor) -> Tensor:
-        """The layer's output [..., D] from what attention found."""
-        states = base + mixed
-        return states + self.mlp(self.post_attention_layernorm(states))

@@ -1,6 +1,6 @@
 """Where a batch asks a drafter, depth by depth.
 
-B rows, T positions, K depths, R questions of one depth, S of them at the first.
+B rows, T positions, K depths, R questions of one depth, S of them at the first, Q seats of a padded row, H heads, C head width.
 """
 
 from collections.abc import Sequence
@@ -38,3 +38,26 @@ class Questions(NamedTuple):
         number = (masks[0].flatten().cumsum(0) - 1).view_as(masks[0])[row, at]
         places = list(zip(row.split(sizes), at.split(sizes), strict=True))
         return cls(places, list(number.split(sizes)), counts.float(), widest)
+
+
+class Seats:
+    """Where the questions of a batch sit when its rows are padded to Q seats, the most that any row needs."""
+
+    def __init__(self, batch: FeatureBatch, questions: Questions):
+        number = torch.zeros_like(batch.input_ids)
+        number[questions.places[0]] = 1
+        number = number.cumsum(1) - 1
+        self.seats = [(row, number[row, at]) for row, at in questions.places]
+        self.shape = len(batch.input_ids), questions.widest
+
+    def padded(self, values: Tensor, step: int) -> Tensor:
+        """[B, Q, ...] of `values` [R, ...] of one step; empty seats hold zeros."""
+        return values.new_zeros(*self.shape, *values.shape[1:]).index_put(self.seats[step], values)
+
+    def spread(self, heads: Tensor, step: int) -> Tensor:
+        """[B, H, Q, C] of heads [1, H, R, C]."""
+        return self.padded(heads[0].transpose(0, 1), step).transpose(1, 2)
+
+    def gathered(self, heads: Tensor, step: int) -> Tensor:
+        """[R, H * C] of heads [B, H, Q, C]."""
+        return heads.transpose(1, 2)[self.seats[step]].flatten(1)

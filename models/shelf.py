@@ -1,5 +1,6 @@
 """Drafters on disk: a folder with drafter.yaml, which says what it is, and model.safetensors."""
 
+import hashlib
 import importlib
 import inspect
 import shutil
@@ -15,14 +16,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from models.adapter import KEYS, add, thin
 from models.drafter import Drafter
 from models.ends import Ends
 from models.files import write_whole
-from models.source import Identity
+from models.source import Identity, from_hub
 from models.vocabulary import DraftVocabulary
 
 SCHEMA = 1
-CARD, WEIGHTS = "drafter.yaml", "model.safetensors"
+CARD, WEIGHTS, ADAPTER = "drafter.yaml", "model.safetensors", "adapter.safetensors"
 
 
 @dataclass
@@ -39,24 +41,27 @@ class Card:
     training: dict[str, Any] = field(default_factory=dict)
     acceptance: dict[str, Any] = field(default_factory=dict)  # by depth, on held-out conversations
     meaning: dict[str, str] = field(default_factory=dict)  # of knobs whose names mean other things elsewhere
+    adapter: dict[str, Any] = field(default_factory=dict)  # LoRA's r, alpha, targets, and the drafter it belongs on
     schema: int = SCHEMA
     forecast: dict[int, float] = field(default_factory=dict)  # tau of the tree's first nodes, by their number
 
 
 def save_drafter(drafter: Drafter, card: Card, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Keep `drafter` in `folder`, its weights as `dtype`."""
-    state = drafter.state_dict()
+    """Keep `drafter` in `folder`, its weights as `dtype`; where the card tells of an adapter, its matrices alone."""
+    state = thin(drafter) if card.adapter else drafter.state_dict()
     keep({name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}, card, folder)
 
 
 def keep(tensors: Mapping[str, Tensor], card: Card, folder: Path) -> None:
     """Write both files beside their names and rename; the card comes last, so a folder with a card is whole."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights, text = folder / f".{WEIGHTS}.part", folder / f".{CARD}.part"
+    name, other = (ADAPTER, WEIGHTS) if card.adapter else (WEIGHTS, ADAPTER)
+    weights, text = folder / f".{name}.part", folder / f".{CARD}.part"
     weights.write_bytes(packed(tensors))
     text.write_text(yaml.safe_dump(asdict(card), sort_keys=False, default_flow_style=None, width=110))
-    weights.rename(folder / WEIGHTS)
+    weights.rename(folder / name)
     text.rename(folder / CARD)
+    (folder / other).unlink(missing_ok=True)
 
 
 def packed(tensors: Mapping[str, Tensor]) -> bytes:
@@ -155,22 +160,51 @@ def load_drafter(folder: Path | None, card: Card, ends: Ends, dtype: torch.dtype
         raise ValueError(
             f"{folder / CARD} lists taps {card.taps} and its knobs mean {list(drafter.taps)}; the two must be the same, in ascending order"
         )
-    load_weights(drafter, folder / WEIGHTS)
+    fill(drafter, folder, card)
     return drafter.to(device=ends.head.device, dtype=dtype).eval().requires_grad_(False)
 
 
-def load_weights(drafter: Drafter, file: Path) -> None:
-    """Fill `drafter` from the safetensors `file`, strictly."""
+def fill(drafter: Drafter, folder: Path, card: Card) -> None:
+    """Give `drafter` the weights in `folder`; those of an adapter are added to the weights of the drafter it was trained on."""
+    if not card.adapter:
+        return load_weights(drafter, folder / WEIGHTS)
+    if missing := KEYS - set(card.adapter):
+        raise ValueError(f"{folder / CARD} tells of an adapter without {', '.join(sorted(missing))}; train it again")
+    try:
+        base = from_hub(card.adapter["of"], kind="drafter")
+    except ValueError as error:
+        raise ValueError(f"{folder} is an adapter on the drafter {card.adapter['of']}: {error}") from None
+    below = read_card(base)
+    if digest(base, below) != card.adapter["digest"]:
+        raise ValueError(
+            f"{folder} is an adapter on another drafter than the one in {base}, whose weights have changed since; give that one back, or train the adapter again"
+        )
+    fill(drafter, base, below)
+    add(drafter, read_tensors(folder / ADAPTER), card.adapter, str(folder / ADAPTER))
+
+
+def digest(folder: Path, card: Card) -> str:
+    """Which weights, or which adapter, stand in `folder`."""
+    return hashlib.sha256((folder / (ADAPTER if card.adapter else WEIGHTS)).read_bytes()).hexdigest()[:16]
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file. Raises ValueError where it is missing or damaged."""
     if not file.exists():
         raise ValueError(
             f"{file.parent} holds no {file.name}; the drafter's weights are missing. Download or train it again"
         )
     try:
-        tensors = load_file(file)
+        return load_file(file)
     except SafetensorError as error:
         raise ValueError(
             f"{file} is damaged or no safetensors file ({error}); download or train the drafter again"
         ) from None
+
+
+def load_weights(drafter: Drafter, file: Path) -> None:
+    """Fill `drafter` from the safetensors `file`, strictly."""
+    tensors = read_tensors(file)
     wrong = misfits(tensors, {name: value.shape for name, value in drafter.state_dict().items()})
     if wrong:
         raise ValueError(f"{file} does not fit its {CARD}: {'; '.join(wrong)}")

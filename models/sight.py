@@ -20,9 +20,12 @@ class Block(NamedTuple):
 
 
 class Sight:
-    """Who sees whom: a query at `at` [B, Q] sees the positions up to its own in its document, of `document` [B, T]."""
+    """Who sees whom: a query at `at` [B, Q] sees the positions up to its own in its document, of `document` [B, T].
 
-    def __init__(self, at: Tensor, document: Tensor):
+    With a `window` it sees that many, its own the last.
+    """
+
+    def __init__(self, at: Tensor, document: Tensor, window: int | None = None):
         self.blocks = []
         position, mine = torch.arange(document.shape[1], device=at.device), document.gather(1, at)
         stops = [int(stop) for stop in torch.stack([part.amax() + 1 for part in at.split(BLOCK, 1)]).tolist()]
@@ -30,6 +33,8 @@ class Sight:
             part = slice(number * BLOCK, (number + 1) * BLOCK)
             later = position[:stop] > at[:, part, None]
             hidden = later | (document[:, None, :stop] != mine[:, part, None])
+            if window is not None:
+                hidden |= position[:stop] <= at[:, part, None] - window
             self.blocks.append(Block(part, stop, hidden[:, None, None]))
 
 

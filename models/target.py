@@ -149,14 +149,25 @@ class Target:
         )
         return Reading(self._features(hidden), hidden, self.logits(hidden))
 
-    @torch.inference_mode()
     def features(self, ids: Tensor, loss_mask: Tensor, lengths: Tensor) -> FeatureBatch:
         """What a drafter learns from: `ids` [B, T], padded on the right to `lengths` [B], and what the target made of them."""
-        ids = ids.to(self.device)
-        hidden = self._run(input_ids=ids, use_cache=False)
-        position = torch.arange(ids.shape[1], device=self.device).expand_as(ids)
-        document = torch.where(position < lengths.to(self.device)[:, None], 0, -1)
-        return FeatureBatch(ids, loss_mask.to(self.device), document, position, self._features(hidden), hidden)
+        position = torch.arange(ids.shape[1]).expand_as(ids)
+        return self.documents(ids, loss_mask, torch.where(position < lengths.cpu()[:, None], 0, -1), position)
+
+    @torch.inference_mode()
+    def documents(self, ids: Tensor, loss_mask: Tensor, document: Tensor, position: Tensor) -> FeatureBatch:
+        """What a drafter learns from rows `ids` [B, T] of one `document` or several, each of which is read by itself."""
+        ids, loss_mask, document, position = (part.to(self.device) for part in (ids, loss_mask, document, position))
+        masks = {}
+        if bool((document > 0).any()):
+            before = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=self.device).tril()
+            seen = before & (document[:, :, None] == document[:, None])
+            masks = {
+                "attention_mask": self._masks(seen, position[:, :, None] - position[:, None]),
+                "position_ids": position,
+            }
+        hidden = self._run(input_ids=ids, use_cache=False, **masks)
+        return FeatureBatch(ids, loss_mask, document, position, self._features(hidden), hidden)
 
     def _run(self, **inputs: Any) -> Tensor:
         self._caught.clear()

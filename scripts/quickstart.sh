@@ -3,6 +3,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
-.venv/bin/python -m train conf=eagle3_smol overwrite=true
+.venv/bin/python -m train conf=eagle31_smol overwrite=true
 .venv/bin/python -m train conf=medusa_smol overwrite=true  # finds on disk what the target read for EAGLE-3
-.venv/bin/python decode/run.py conf=eagle3_smol 'decode.beside=[medusa_smol]'
+.venv/bin/python decode/run.py conf=eagle31_smol 'decode.beside=[medusa_smol]'

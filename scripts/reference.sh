@@ -6,8 +6,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 case ${1:-short} in
-    short) confs="eagle3_smol medusa_smol" ;;
-    long) confs="eagle3_smol_long medusa_smol_long" ;;
+    short) confs="eagle31_smol medusa_smol" ;;
+    long) confs="eagle31_smol_long medusa_smol_long" ;;
     *) echo "error: the tiers are short and long, not $1" >&2; exit 1 ;;
 esac
 bash scripts/setup.sh

@@ -3,12 +3,13 @@
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from models.drafter import Budget, Committed, Drafter, FeatureBatch
 from models.sampling import Draw, Sampling, Voice
@@ -166,6 +167,27 @@ def marked_batch(
         torch.randn(*shape, taps * width, generator=generator),
         torch.randn(*shape, width, generator=generator),
     )
+
+
+def eagle_by_hand(weights: Mapping[str, Tensor], config: LlamaConfig, read: Tensor) -> Tensor:
+    """EAGLE-1's foretold states [T, D] of one text, whose embeddings and states are `read` [T, 2 * D]: transformers' own
+    Llama layer without the norm before attention."""
+    layer = LlamaDecoderLayer(config, 0)
+    layer.input_layernorm = nn.Identity()
+    layer.load_state_dict(
+        {name.removeprefix("layers.0."): value for name, value in weights.items() if name.startswith("layers.0.")}
+    )
+    fused = read @ weights["fc.weight"].T + weights.get("fc.bias", 0)
+    position = torch.arange(len(read))[None]
+    mask = torch.full((1, 1, len(read), len(read)), -torch.inf).triu(1)
+    turns = LlamaRotaryEmbedding(config)(fused[None], position)
+    return layer(fused[None], attention_mask=mask, position_ids=position, position_embeddings=turns)[0]
+
+
+def smooth_l1_by_hand(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The mean over entries of half the squared difference up to 1, and of the difference less a half from there on."""
+    apart = [abs(one - other) for one, other in zip(ours, theirs, strict=True)]
+    return sum(0.5 * gap**2 if gap < 1 else gap - 0.5 for gap in apart) / len(apart)
 
 
 def probs_by_hand(logits: Sequence[float], sampling: Sampling) -> list[float]:
@@ -406,6 +428,16 @@ class Tabled(Drafter):
         return torch.ones_like(tokens, dtype=torch.bool)
 
 
+def fewest_rows(lengths: Sequence[int], room: int) -> int:
+    """The fewest rows of `room` tokens in which conversations of `lengths` can stand, by trying every way."""
+    rows = range(len(lengths))
+    return min(
+        len(set(ways))
+        for ways in itertools.product(rows, repeat=len(lengths))
+        if all(sum(length for length, way in zip(lengths, ways, strict=True) if way == row) <= room for row in rows)
+    )
+
+
 def loss_of_guess(name: str, target: Tensor, draft: Tensor, label: int | None) -> Tensor:
     """One loss of one guess, from probabilities: the target's over all tokens, the draft's 0 where it has none."""
     alpha = torch.minimum(target, draft).sum()
@@ -446,3 +478,21 @@ def loss_of_chains(
                 else:
                     total = total + share * weight * loss_of_guess(name, target, draft, label)
     return total
+
+
+def attention_by_query(
+    queries: Tensor, pairs: tuple[Tensor, Tensor], at: Tensor, document: Tensor, own: Sequence[tuple[Tensor, Tensor]]
+) -> Tensor:
+    """[B, H, Q, C] each query's softmax over the keys up to its position in its document and its own in `own`, one by one."""
+    rows, heads, count, width = queries.shape
+    shared = heads // pairs[0].shape[1]
+    found = []
+    for row, head, query in itertools.product(range(rows), range(heads), range(count)):
+        place, group = int(at[row, query]), head // shared
+        seen = [there for there in range(place + 1) if document[row, there] == document[row, place]]
+        keys, values = (
+            torch.stack([one[row, group, there] for there in seen] + [pair[number][row, group, query] for pair in own])
+            for number, one in enumerate(pairs)
+        )
+        found.append((keys @ queries[row, head, query] * width**-0.5).softmax(0) @ values)
+    return torch.stack(found).view(rows, heads, count, width)

@@ -136,6 +136,7 @@ def test_a_template_that_changes_what_is_said_is_refused(
         ([("user", "a"), ("user", "b"), ("assistant", "c")], "mistral", "refuses the conversation that begins 'a' .Conversation roles must"),
         ([("user", "a"), ("assistant", "")], "chatml", "x1 has an empty assistant turn; drop it, or let the target answer"),
         ([("user", "a")], "markers", "x1 has no assistant turn"),
+        ([("user", 5), ("assistant", "b")], "chatml", "the chat template refuses the conversation that begins '5' .can only concatenate"),
         ([("user", "a"), ("assistant", [{"type": "text"}])], "chatml", "x1 has an assistant turn whose content is no text"),
     ],
 )  # fmt: skip

@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerBase
 from models.source import byte_tokenizer
 from train.chat import Example, example, render
 from train.data import load_examples, write_rows
-from train.features import Live, Source, epoch_batches
+from train.features import Live, Source
+from train.sampler import epoch_batches
 from train.sources import conversations_of
 
 # SmolLM2's, with the default system prompt and the line break after every end token that belongs to nobody

@@ -13,7 +13,7 @@ from conf.schema import Run
 from decode.engine import generate
 from decode.figures import Sample, Tally, looped, tau
 from decode.opening import open_drafter, open_target
-from models.drafter import Budget, Committed, Drafter, Plain
+from models.drafter import Budget, Committed, Drafter, Loss, Plain
 from models.sampling import Sampling, Voice
 from models.shelf import Card, family_class, load_drafter, read_card, save_drafter
 from models.target import Target
@@ -22,9 +22,14 @@ from runs import ROOT, composed
 from train import job
 from train.chat import Message, example, render
 from train.data import write_rows
+from train.features import Live
 
 FAMILIES = sorted(file.stem for file in (ROOT / "conf" / "drafter").glob("*.yaml"))
-FITTING = {"draft_model": ["drafter.layers=1"]}  # knobs of a family that its defaults do not set for so small a target
+FITTING = {  # what a family's defaults do not fit so small a target with, or leave to chance while it learns
+    "draft_model": ["drafter.layers=1"],
+    "eagle": ["drafter.noise=0"],
+    "peagle": ["drafter.layers=2", "drafter.depths=4", "drafter.keep=1.0"],
+}
 QUESTIONS = ["How are you?", "b", "Name some colours.", "What is one and one and one?"]
 LENGTH = 24  # tokens learned by heart, the first aside
 EXACT = ("target.dtype=fp32", "optim.precision=fp32", "target.random.initializer_range=0.3")
@@ -124,6 +129,41 @@ def test_the_loss_is_finite_and_reaches_only_the_drafters_weights(family):
     assert all(parameter.grad is None for parameter in target().model.parameters())
     held = {value.untyped_storage().data_ptr() for value in target().model.state_dict().values()}
     assert not held & {value.untyped_storage().data_ptr() for value in drafter.state_dict().values()}
+
+
+ANSWERS = ["Quite a long answer.", "Short", "x", "Neither long nor short", "The last of them all."]
+
+
+def taught(drafter: Drafter, rows: list[list[int]]) -> tuple[Loss, list[Tensor]]:
+    """The loss of conversations that share rows, and its gradients."""
+    made = [
+        example(
+            target().tokenizer,
+            {"messages": [asked("ab" * at), {"role": "assistant", "content": text}]},
+            frozenset([256]),
+        )
+        for at, text in enumerate(ANSWERS)
+    ]
+    batch = Live(target()).read([[made[at] for at in row] for row in rows])
+    drafter.zero_grad()
+    loss = drafter.training_loss(batch)
+    if loss.total.requires_grad:
+        loss.total.backward()
+    return loss, [weight.grad.clone() for weight in drafter.parameters() if weight.grad is not None]
+
+
+@pytest.mark.parametrize("family", GRADED)
+def test_packed_conversations_teach_what_they_teach_apart(family):
+    drafter = made(family)
+    for learner in (drafter.train(), drafter.eval()):
+        apart, slopes = taught(learner, [[0], [1], [2], [3], [4]])
+        assert apart.seen[0] > 0
+        for rows in ([[4, 2, 0, 3, 1]], [[0, 3], [2, 4, 1]]):
+            packed, others = taught(learner, rows)
+            for ours, theirs in zip([*packed, *others], [*apart, *slopes], strict=True):
+                torch.testing.assert_close(
+                    ours, theirs, rtol=1e-5, atol=1e-5 * max(1.0, float(theirs.detach().abs().max()))
+                )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,12 +18,15 @@ from transformers import LlamaConfig
 
 from conftest import tiny_config
 from models.drafter import Budget, Committed, Drafter, FeatureBatch
-from models.eagle3 import Eagle3, Growing, default_taps
+from models.eagle3 import Eagle3
 from models.ends import Ends, layer_weights
+from models.fused import default_taps
+from models.layer import Rotary, layer_config, rope_of
 from models.questions import Questions
 from models.sampling import Voice
 from models.shelf import Card, load_drafter, read_card, save_drafter
 from models.source import from_random
+from models.stack import Growing
 from reference import marked_batch
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -165,7 +169,14 @@ DOCUMENTS = ["0" * 9 + "1" * 9 + "-" * 4, "0" * 22]
 SPOKEN = ["...xxx...." + "..xxxxxx" + "....", "....xxxxx...xxxxxxx..x"]
 STEPS = 3
 WIDTH, VOCABULARY = 16, 20
-KNOBS: list[dict[str, Any]] = [{}, {"fc_norm": True, "feedback": "after_norm"}, {"residual": "after_norm"}]
+KNOBS: list[dict[str, Any]] = [
+    {},
+    {"fc_norm": True, "feedback": "after_norm"},
+    {"residual": "after_norm", "embedding": "trained", "head": "frozen"},
+    {"layers": 3, "window": 5, "stretch": 2.0},
+    {"width": 8, "head": "random", "embedding": "trained"},
+    {"taps": (0, 3, 8), "layers": 2},
+]
 
 
 def small(**knobs: Any) -> Eagle3:
@@ -187,25 +198,35 @@ def small_batch() -> FeatureBatch:
 
 
 def state_by_hand(drafter: Eagle3, given: FeatureBatch, row: int, at: int, steps: int) -> Tensor:
-    """The state after `steps` steps from one position, whose document is fed alone and whose steps are a chain."""
-    inside = (given.document[row] == given.document[row, at]) & (torch.arange(22) <= at)
-    places = inside.nonzero()[:, 0]
-    layer, attention = drafter.midlayer, drafter.midlayer.self_attn
-    pair, base = layer.inputs(
-        drafter.embedded(given.input_ids[row, places + 1]), drafter.fused(given.features[row, places])
-    )
-    keys, values = attention.pairs(pair[None], given.position[row, places][None])
-    last = given.position[row, at].view(1, 1)
-    pair, base, state = pair[-1:][None], base[-1:][None], torch.empty(0)
+    """The state after `steps` steps from one position: its document up to there is read alone, and the steps go on as
+    a chain, all of it again for every step."""
+    places = ((given.document[row] == given.document[row, at]) & (torch.arange(22) <= at)).nonzero()[:, 0]
+    tokens, features = given.input_ids[row, places + 1], drafter.fused(given.features[row, places])
+    state = torch.empty(0)
     for step in range(steps):
         if step:
             fed = drafter.norm(state) if drafter.feedback == "after_norm" else state
-            pair, base = layer.inputs(drafter.embedded(given.input_ids[row, at + 1 + step].view(1, 1)), fed)
-            more = attention.pairs(pair, last + step)
-            keys, values = torch.cat([keys, more[0]], dim=2), torch.cat([values, more[1]], dim=2)
-        seen = torch.ones(1, 1, keys.shape[2], dtype=torch.bool)
-        state = layer.outputs(base, attention.mixed(attention.queries(pair, last + step), (keys, values), seen))
-    return drafter.norm(state)[0, 0]
+            tokens = torch.cat([tokens, given.input_ids[row, at + 1 + step].view(1)])
+            features = torch.cat([features, fed[None]])
+        state = last_of(drafter, tokens, features, len(places))
+    return drafter.norm(state)
+
+
+def last_of(drafter: Eagle3, tokens: Tensor, features: Tensor, known: int) -> Tensor:
+    """The state above the last of the elements, of which the first `known` are the target's; a window hides only those."""
+    count = len(tokens)
+    position = torch.arange(count)[None]
+    seen = torch.ones(1, count, count, dtype=torch.bool).tril()
+    if drafter.window is not None:
+        seen &= (position[0][:, None] - position[0] < drafter.window) | (position[0] >= known)
+    (pair, base), state = drafter.inputs(tokens[None], features[None]), torch.empty(0)
+    for layer in drafter.stack:
+        if layer is not drafter.midlayer:
+            pair, base = layer.inputs(state)
+        attention = layer.self_attn
+        mixed = attention.mixed(attention.queries(pair, position), attention.pairs(pair, position), seen)
+        state = layer.outputs(base, mixed)
+    return state[0, -1]
 
 
 @pytest.mark.parametrize("knobs", KNOBS, ids=str)
@@ -336,6 +357,48 @@ def test_the_output_matrix_starts_as_the_targets_rows():
     assert torch.equal(fresh.lm_head.weight, drafter.ends.head[fresh.vocabulary.ids])
 
 
+def test_a_head_is_the_targets_rows_and_learns_or_does_not_or_starts_anew():
+    ends = small().ends
+    heads = {head: Eagle3(ends, vocabulary=8, head=head).lm_head.weight for head in ("rows", "frozen", "random")}
+    assert torch.equal(heads["rows"], ends.head[:8])
+    assert torch.equal(heads["frozen"], ends.head[:8])
+    assert not torch.equal(heads["random"], ends.head[:8])
+    assert [weight.requires_grad for weight in heads.values()] == [True, False, True]
+
+
+def test_an_embedding_of_its_own_starts_as_the_targets_scale_included_and_learns():
+    ends = small().ends
+    ends.embedding_scale = 4.0
+    drafter = Eagle3(ends, vocabulary=8, embedding="trained")
+    tokens = torch.tensor([3, 1])
+    torch.testing.assert_close(drafter.embedded(tokens), ends.embed(tokens))
+    assert drafter.embed_tokens.weight.requires_grad
+    assert not [name for name in Eagle3(ends, vocabulary=8).state_dict() if "embed" in name]
+
+
+def test_the_rotary_settings_are_the_targets_in_either_spelling():
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling |= {"original_max_position_embeddings": 64}
+    today = LlamaConfig(rope_parameters={"rope_theta": 500000.0, **scaling})
+    before = SimpleNamespace(rope_theta=500000.0, rope_scaling={**scaling, "type": "llama3"})
+    assert rope_of(before) == rope_of(today) == {"rope_theta": 500000.0, **scaling}
+    assert rope_of(SimpleNamespace(rope_theta=1e6)) == {"rope_theta": 1e6, "rope_type": "default"}
+    assert rope_of(SimpleNamespace()) is None
+    read = LlamaConfig.from_dict({"model_type": "llama", "rope_theta": 500000.0, "rope_scaling": scaling})
+    assert rope_of(read) == rope_of(today)
+    kinds = {
+        "sliding_attention": {"rope_theta": 1.0},
+        "full_attention": {"rope_theta": 2.0, "partial_rotary_factor": 0.5},
+    }
+    assert rope_of(SimpleNamespace(rope_parameters=kinds)) == {"rope_theta": 2.0}
+
+
+def test_a_stretch_divides_positions():
+    config = layer_config(small().ends.config, WIDTH)
+    heads, position = torch.randn(1, 4, 3, 4), torch.tensor([[8, 20, 400]])
+    torch.testing.assert_close(Rotary(config, 4.0)(heads, position), Rotary(config, 1.0)(heads, position // 4))
+
+
 def test_it_can_start_as_the_targets_layer_above_the_last_tap():
     folder = from_random(tiny_config("llama", num_hidden_layers=9))
     theirs = load_file(folder / "model.safetensors")
@@ -368,6 +431,14 @@ def test_a_target_whose_layers_are_no_llama_layers_is_no_start():
         ({"feedback": "raw"}, "feedback=raw"),
         ({"residual": "none"}, "residual=none"),
         ({"vocabulary": VOCABULARY + 1}, f"vocabulary of {VOCABULARY + 1}"),
+        ({"head": "tied"}, "head=tied"),
+        ({"embedding": "own"}, "embedding=own"),
+        ({"layers": 0}, "layers=0"),
+        ({"width": 8}, "width=8 is not the target's 16, whose head and embedding do not fit; set head=random"),
+        ({"width": 10, "head": "random", "embedding": "trained"}, "width=10 is no multiple of the target's heads"),
+        ({"window": 7}, "window=7 would hide the drafter's own 7 guesses"),
+        ({"stretch": 0.0}, "stretch=0.0"),
+        ({"taps": [2, 5, 9]}, r"taps \[2, 5, 9\]: this target has hidden states 0 to 8"),
     ],
 )
 def test_a_knob_that_means_nothing_is_refused(knobs, message):

@@ -2,6 +2,7 @@
 
 import functools
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from decode.engine import generate
 from decode.opening import open_drafter, open_target
 from decode.prompts import shipped
 from models.drafter import Budget, Drafter, Plain
+from models.eagle import Eagle
 from models.eagle3 import Eagle3
 from models.medusa import Medusa
+from models.peagle import PEagle
 from models.shelf import read_card
 from models.source import from_random
 from models.target import Target, load_target
@@ -60,13 +63,18 @@ def made(kind: str, dtype: str, asked: list[list[int]], said: list[list[int]]) -
         return Garbage([-1, 0, 0, 1, 0, 2, 5, 1])
     torch.manual_seed(0)
     ends = target(dtype).ends
-    drafter = Medusa(ends, heads=3) if kind == "medusa" else Eagle3(ends, steps=3)
+    drafter = {
+        "medusa": partial(Medusa, heads=3),
+        "eagle": Eagle,
+        "eagle3": partial(Eagle3, steps=3),
+        "peagle": partial(PEagle, depths=3, layers=2),
+    }[kind](ends)
     for parameter in drafter.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
     return drafter.to(target(dtype).dtype).eval()
 
 
-GUESSES = [(kind, shape) for kind in ("medusa", "eagle3") for shape in BUDGETS]
+GUESSES = [(kind, shape) for kind in ("medusa", "eagle", "eagle3", "peagle") for shape in BUDGETS]
 WAYS = [*GUESSES, ("guesser", "dynamic"), ("garbage", "dynamic")]
 
 

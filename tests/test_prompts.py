@@ -29,7 +29,8 @@ from train.sources import conversations_of
 
 ROWS = {
     "gsm8k": 1319, "humaneval": 164, "mbpp": 500, "mt_bench": 80, "qa": 80, "math_reasoning": 80, "rag": 80,
-    "summarization": 80, "translation": 56, "vicuna_bench": 80, "tiny": 4,
+    "summarization": 80, "translation": 56, "vicuna_bench": 80, "medical": 264, "banking": 399, "sql": 231, "spider": 358,
+    "tiny": 4,
 }  # fmt: skip
 
 
@@ -305,6 +306,19 @@ def test_no_training_prompt_shares_thirteen_words_in_a_row_with_a_benchmark():
     assert sum(bool(grams(turn) & taught) for name in ROWS for turns in conversations(name) for turn in turns) == 0
 
 
+@pytest.mark.parametrize("name", ["medical", "banking", "sql", "spider"])
+def test_no_training_prompt_of_a_domain_is_asked_in_its_benchmark(name):
+    taught = [row["messages"] for row in conversations_of(packaged(f"pkg://train/domain/{name}.jsonl.gz"))]
+    assert {tuple(one["role"] for one in talk) for talk in taught} == {("user",)}
+    asked = {words(turns[0]) for turns in conversations(name)}
+    assert len(asked) == ROWS[name]
+    assert not asked & {words(talk[0]["content"]) for talk in taught}
+
+
+def words(text: str) -> str:
+    return " ".join(re.findall(r"\w+", text.lower()))
+
+
 def shipped_rows(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
 
@@ -317,6 +331,12 @@ def test_every_shipped_set_is_in_the_notice_with_a_licence_text_that_ships():
     assert [file.name for file in files if file.name not in section] == []
     texts = {file.name for file in (SHIPPED / "licenses").iterdir()}
     assert set(re.findall(r"[\w.-]+\.txt", section)) == texts
+    domains = notice[notice.index("4. Domain prompts") :]
+    assert {file.name for file in (ROOT / "train/domain").glob("*.jsonl.gz")} == set(
+        re.findall(r"[\w.-]+\.jsonl\.gz", domains)
+    )
+    texts = {file.name for file in (ROOT / "train/domain/licenses").iterdir()}
+    assert set(re.findall(r"[\w.-]+\.txt", domains)) == texts
 
 
 def test_shipped_sets_hold_prompts_alone_and_no_time_of_day():
@@ -327,5 +347,7 @@ def test_shipped_sets_hold_prompts_alone_and_no_time_of_day():
 
 def test_share_alike_text_stands_in_files_of_its_own():
     for file in SHIPPED.glob("*.jsonl.gz"):
-        alike = {row["category"] in ("qa", "rag") for row in shipped_rows(file)}
-        assert alike == {file.name in ("qa.jsonl.gz", "rag.jsonl.gz")}
+        alike = {
+            row["category"] in ("qa", "rag") or row.get("source", "").startswith("taoyds") for row in shipped_rows(file)
+        }
+        assert alike == {file.name in ("qa.jsonl.gz", "rag.jsonl.gz", "spider.jsonl.gz")}

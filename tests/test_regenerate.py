@@ -4,10 +4,12 @@ import json
 import os
 import random
 import resource
+import runpy
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from models.drafter import Budget, Plain
 from models.ngram import Ngram
 from models.sampling import Sampling
 from models.target import Target
-from runs import changed, composed, forked
+from runs import ROOT, changed, composed, forked
 from train.asking import Inside
 from train.chat import Row, example, render
 from train.data import write_rows
@@ -203,22 +205,53 @@ def test_answers_to_other_questions_of_the_same_ids_are_not_taken(whole, small, 
     assert two in list(conversations_of(whole))
 
 
-@pytest.mark.parametrize("room", [130, 500])
-def test_a_full_disk_loses_nothing(room, whole, small, tmp_path):
-    """The system itself refuses to write more than `room` bytes to a file: not even the terms and one answer, or a few answers."""
+@contextmanager
+def room_for(count: int) -> Iterator[None]:
+    """The system itself refuses to write more than so many bytes to a file."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (count, limits[1]))
     try:
-        with pytest.raises(
-            ValueError, match=r"\.answers cannot be written \(File too large\); the \d answers before stay: make room"
-        ):
-            answered(small, TALKS, tmp_path / "said.jsonl")
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.usefixtures("capsys")  # what is shown goes to no file
+@pytest.mark.parametrize("room", [50, 130, 500])
+def test_a_full_disk_loses_nothing(room, whole, small, tmp_path):
+    """There is no room for the terms, for one answer, or for more than a few."""
+    full = r"\.answers cannot be written \(File too large\); the \d answers before stay: make room"
+    with room_for(room), pytest.raises(ValueError, match=full):
+        answered(small, TALKS, tmp_path / "said.jsonl")
     assert (tmp_path / ".said.jsonl.answers").stat().st_size == room
     answered(small, TALKS, tmp_path / "said.jsonl")
     assert (tmp_path / "said.jsonl").read_bytes() == whole.read_bytes()
+
+
+@pytest.mark.usefixtures("capsys")
+def test_a_disk_that_is_full_at_the_end_loses_nothing_either(whole, small, tmp_path):
+    (tmp_path / ".said.jsonl.answers").write_text("".join(journal(conversations_of(whole))))
+    talks = {name: TALKS[name] for name in ("one", "three", "two")}
+    with (
+        room_for(100),
+        pytest.raises(ValueError, match=r"said.jsonl cannot be written .* stay in .*\.answers: make room"),
+    ):
+        answered(small, talks, tmp_path / "said.jsonl")
+    assert [file.name for file in tmp_path.iterdir()] == [".said.jsonl.answers"]
+    answered(small, talks, tmp_path / "said.jsonl")
+    assert (tmp_path / "said.jsonl").read_bytes() == whole.read_bytes()
+
+
+def test_the_benchmark_asks_both_for_the_same(small):
+    script = runpy.run_path(str(ROOT / "scripts" / "bench_regenerate.py"))
+    chance = random.Random(1)
+    prompts = [[chance.randrange(256) for _ in range(length)] for length in (9, 4, 4, 2)]
+    mine = script["ours"](small, prompts, 9, rows=2)
+    assert mine == script["theirs"](family_of("llama").stock, prompts, 9, small.end_tokens)
+    ends = frozenset({mine[1][3]})  # stands in the middle of a text
+    cut = script["theirs"](family_of("llama").stock, prompts, 9, ends)
+    assert cut[1] == mine[1][: mine[1].index(mine[1][3]) + 1]
 
 
 def test_prompts_that_are_all_too_long_are_refused(small, tmp_path):

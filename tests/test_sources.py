@@ -2,6 +2,10 @@
 
 import gzip
 import json
+import os
+import resource
+import signal
+import tracemalloc
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ from models.source import byte_tokenizer
 from runs import composed
 from train import job
 from train.chat import Row, example
+from train.data import write_rows
 from train.sources import conversations_of, rows_of
 
 WANTED = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -95,8 +100,20 @@ def test_a_share_of_another_source_is_spread_among_the_rows(tmp_path: Path) -> N
         rows_of(Data(path=str(ours), mix={str(theirs): 1.0}))
 
 
+def test_a_mix_names_files_or_what_stands_in_conf_data(tmp_path: Path) -> None:
+    ours = lines(tmp_path / "ours.jsonl", *({"prompt": f"ours {at}"} for at in range(8)))
+    data = composed(f"data.path={ours}", "+data.mix={tiny: 0.2}").data
+    assert len(rows_of(data)) == 10
+    sql = rows_of(composed("data=sql").data)
+    assert len(sql) == 1135 + 675
+    assert sum("spider" in str(row["source"]) for row in sql) == 675
+    replayed = composed("data=sql", "+data.mix={tiny: 0.001}").data
+    assert replayed.mix == {"spider": 0.373, "tiny": 0.001}
+
+
 BAD: dict[str, tuple[bytes, str]] = {
     "latin-1": ('{"prompt": "caf\xe9"}\n'.encode("latin-1"), r"rows.jsonl is not in UTF-8 \(.*\); save it so"),
+    "utf-16": ('{"prompt": "a"}\n'.encode("utf-16"), r"rows.jsonl is not in UTF-8 \(.*\); save it so"),
     "no role": (b'{"messages": [{"content": "a"}]}\n', "rows.jsonl line 1 has a message without a role"),
     "no columns": (b"{}\n", "rows.jsonl line 1 has no columns; a row has messages or conversations"),
     "endless": (b'{"prompt": "' + b"a" * 3_000 + b'"}\n', "rows.jsonl line 1 is longer than 0 MB; one line holds one"),
@@ -113,6 +130,60 @@ def test_a_source_that_cannot_be_read_is_refused_in_one_sentence(
     with pytest.raises(ValueError, match=sentence) as refusal:
         list(conversations_of(tmp_path / "rows.jsonl"))
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
+def test_a_line_of_200_megabytes_is_refused_without_filling_the_memory(name: str, tmp_path: Path) -> None:
+    path, size = tmp_path / name, 200 * 2**20
+    if name.endswith("gz"):
+        with gzip.open(path, "wb", compresslevel=1) as file:
+            for _ in range(200):
+                file.write(bytes(2**20))
+    else:
+        path.touch()
+        os.truncate(path, size)  # takes no room on the disk
+    tracemalloc.start()
+    try:
+        with pytest.raises(
+            ValueError, match=r"line 1 is longer than 64 MB; one line holds one conversation"
+        ) as refusal:
+            list(conversations_of(path))
+        assert tracemalloc.get_traced_memory()[1] < 0.8 * size
+    finally:
+        tracemalloc.stop()
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_mark_of_the_encoding_at_the_beginning_is_no_mistake(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes('{"prompt": "a"}\n'.encode("utf-8-sig"))
+    assert len(list(conversations_of(tmp_path / "rows.jsonl"))) == 1
+
+
+def test_a_hub_name_that_does_not_exist_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        ValueError, match=r"the dataset hub://nobody/nothing cannot be read .*; check the network, its name"
+    ) as refusal:
+        list(conversations_of("hub://nobody/nothing"))
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_disk_that_is_full_is_told_and_leaves_what_was_there(tmp_path: Path) -> None:
+    """The system itself refuses to write more than 100 bytes to a file."""
+    path = tmp_path / "rows.jsonl"
+    write_rows(path, [{"prompt": "a"}])
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(ValueError, match=r"rows.jsonl cannot be written \(File too large\); make room"):
+            write_rows(path, [{"prompt": "a" * 200}])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_text() == '{"prompt":"a"}\n'
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_setting_that_is_no_table_is_refused(tmp_path: Path) -> None:

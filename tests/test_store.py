@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import Family
+from models.drafter import FeatureBatch
 from models.target import Target
 from runs import composed, forked
 from train import job, store
@@ -50,7 +51,8 @@ def filled(target: Target, examples: list[Example], home: Path, taps: tuple[int,
 
 def same(made: Store, target: Target, examples: list[Example]) -> None:
     """The store says of `examples` what the target says, padding aside."""
-    ours, theirs = made.read(examples), Live(target).read(examples)
+    rows = [[example] for example in examples]
+    ours, theirs = made.read(rows), Live(target).read(rows)
     real = theirs.document >= 0
     for name in ("input_ids", "loss_mask", "document", "position"):
         assert getattr(ours, name).equal(getattr(theirs, name)), name
@@ -171,6 +173,21 @@ def test_a_target_that_says_no_numbers_is_told(llama: Family, tmp_path: Path, mo
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
+def test_a_tap_that_is_no_number_is_told(llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer may overflow whose effect the layers above it hide."""
+    read = Live.read
+
+    def broken(self: Live, rows: list) -> FeatureBatch:
+        batch = read(self, rows)
+        batch.features[0, 2, 5] = torch.inf
+        return batch
+
+    monkeypatch.setattr(Live, "read", broken)
+    with pytest.raises(ValueError, match="hidden states are not finite for one of the conversations that begin"):
+        filled(llama.target, talk(9), tmp_path)
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
 def test_a_disk_that_is_too_small_is_known_before_anything_is_read(
     llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,7 +225,7 @@ def test_what_comes_next_is_read_meanwhile(llama: Family, tmp_path: Path) -> Non
     second = source.features([2, 3])
     assert second is coming.result()
     assert first.input_ids.shape == (2, 20)
-    assert second.features.equal(source.reader.read([examples[2], examples[3]]).features)
+    assert second.features.equal(source.reader.read([[examples[2]], [examples[3]]]).features)
     live = Source(examples, Live(llama.target), size=2, seed=0)
     live.features([0, 1], then=[2, 3])
     assert not live._coming  # the target itself is not asked twice at a time

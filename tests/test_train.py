@@ -204,6 +204,14 @@ def test_features_from_the_disk_teach_what_features_on_the_fly_teach(folder, tal
     same(one_batch[0], state, 1e-6)
 
 
+def test_packed_rows_teach_what_single_ones_teach(folder, talks, one_batch, capsys):
+    for features in ("online", "cached"):
+        words = ("optim.batch=4", "data.packing=100", "data.longest=100", f"data.features={features}")
+        state, shown = kept(folder / f"packed-{features}", talks, capsys, *words)
+        assert shown == one_batch[1]
+        same(one_batch[0], state, 1e-5)
+
+
 def test_two_ranks_add_up_to_one_process(folder, talks, one_batch):
     """With the environment that torchrun gives its workers."""
     with socket.socket() as free:

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 Row = dict[str, Any]
@@ -35,7 +34,7 @@ def _apply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tool
     plain = [{key: value for key, value in message.items() if key != "ids"} for message in messages]
     try:
         return tokenizer.apply_chat_template(plain, tools=tools, tokenize=True, **how)
-    except TemplateError as error:
+    except Exception as error:  # a template is a program from outside: it may raise anything
         begins = str(messages[0].get("content"))[:40] if messages else ""
         raise ValueError(
             f"the chat template refuses the conversation that begins {begins!r} ({error}); drop such rows, or merge what it does not know into the user's turns"
@@ -54,21 +53,14 @@ def example(tokenizer: PreTrainedTokenizerBase, row: Row, ends: frozenset[int], 
     if "text" in row:
         ids = cast(list[int], tokenizer(row["text"]).input_ids)
         return Example(ids, [True] * len(ids))
-    name, tools = str(row.get("id", "a conversation")), row.get("tools")
     messages = [message if reasoning else without_reasoning(message) for message in row["messages"]]
-    spoken = [message for message in messages if message.get("role") == "assistant"]
-    if any(not (message.get("content") or message.get("tool_calls") or message.get("ids")) for message in spoken):
-        raise ValueError(
-            f"{name} has an empty assistant turn; drop it, or let the target answer with scripts/regenerate.py"
-        )
-    if any(not isinstance(message.get("content") or "", str) for message in spoken):
-        raise ValueError(f"{name} has an assistant turn whose content is no text; drop it")
-    written = any(message.get("ids") for message in spoken)
-    find = _by_markers if "generation" in marks_of(tokenizer) and not written else _by_prefixes
-    made = find(tokenizer, messages, tools, ends, name)
+    talk = Transcript(str(row.get("id", "a conversation")), messages, row.get("tools"), tokenizer, ends)
+    talk.check()
+    written = any(message.get("ids") for message in talk.spoken)
+    made = talk.by_markers() if "generation" in marks_of(tokenizer) and not written else talk.by_prefixes()
     if not any(made.loss_mask):
         raise ValueError(
-            f"{name} has no assistant turn; a drafter learns from what the target says. Run scripts/regenerate.py first"
+            f"{talk.name} has no assistant turn; a drafter learns from what the target says. With data.answer=true the target answers first"
         )
     return made
 
@@ -95,94 +87,100 @@ def marks_of(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     return {words[0] for block in blocks if (words := block.lstrip("-+ ").split("%}")[0].split())}
 
 
-def _by_markers(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    tools: list[Any] | None,
-    ends: frozenset[int],
-    name: str,
-) -> Example:
-    """The template says itself where the assistant speaks."""
-    told = _apply(tokenizer, messages, tools, return_dict=True, return_assistant_tokens_mask=True)
-    ids, mask = list(told["input_ids"]), [bool(flag) for flag in told["assistant_masks"]]
-    for at in range(1, len(ids)):
-        mask[at] |= mask[at - 1] and ids[at] in ends and ids[at - 1] not in ends
-    spoken = [message for message in messages if message.get("role") == "assistant"]
-    found = list(stretches(mask))
-    if len(found) != len(spoken):
+@dataclass(frozen=True)
+class Transcript:
+    """A conversation as a chat template renders it, in which the assistant's words are to be found."""
+
+    name: str
+    messages: Sequence[Message]
+    tools: list[Any] | None
+    tokenizer: PreTrainedTokenizerBase
+    ends: frozenset[int]
+
+    @property
+    def spoken(self) -> list[Message]:
+        """What the assistant says."""
+        return [message for message in self.messages if message.get("role") == "assistant"]
+
+    def check(self) -> None:
+        """Raise ValueError where the assistant says nothing, or no text."""
+        if any(not (turn.get("content") or turn.get("tool_calls") or turn.get("ids")) for turn in self.spoken):
+            raise ValueError(
+                f"{self.name} has an empty assistant turn; drop it, or let the target answer with scripts/regenerate.py"
+            )
+        if any(not isinstance(turn.get("content") or "", str) for turn in self.spoken):
+            raise ValueError(f"{self.name} has an assistant turn whose content is no text; drop it")
+
+    def by_markers(self) -> Example:
+        """The template says itself where the assistant speaks."""
+        told = _apply(self.tokenizer, self.messages, self.tools, return_dict=True, return_assistant_tokens_mask=True)
+        ids, mask = list(told["input_ids"]), [bool(flag) for flag in told["assistant_masks"]]
+        for at in range(1, len(ids)):
+            mask[at] |= mask[at - 1] and ids[at] in self.ends and ids[at - 1] not in self.ends
+        found = list(stretches(mask))
+        if len(found) != len(self.spoken):
+            raise ValueError(
+                f"{self.name}: the chat template's generation markers mark {len(found)} answers where the assistant gives {len(self.spoken)}; mend the template"
+            )
+        for (start, end), message in zip(found, self.spoken, strict=True):
+            unsaid = self._before_said(ids[start:end], message)
+            mask[start : start + unsaid] = [False] * unsaid
+        return Example(ids, mask)
+
+    def by_prefixes(self) -> Example:
+        """An answer is what the rendered text has beyond its prompt.
+
+        It stops before a turn whose prompt does not begin with the text so far: a template that drops reasoning from
+        history, or `ids` that are spelled otherwise when their text is tokenised again. The target never read both in a
+        row.
+        """
+        ids: list[int] = []
+        mask: list[bool] = []
+        for turn, message in enumerate(self.messages):
+            if message.get("role") != "assistant":
+                continue
+            before = render(self.tokenizer, self.messages[:turn], True, self.tools)
+            if before[: len(ids)] != ids:
+                break
+            spoken, unsaid = message.get("ids"), 0
+            if not spoken:
+                spoken = self._after(before, render(self.tokenizer, self.messages[: turn + 1], False, self.tools))
+                unsaid = self._before_said(spoken, message)
+            mask += [False] * (len(before) - len(ids) + unsaid) + [True] * (len(spoken) - unsaid)
+            ids = [*before, *spoken]
+        return Example(ids, mask)
+
+    def _after(self, before: list[int], whole: list[int]) -> list[int]:
+        """What `whole` has beyond `before`, up to its last end token."""
+        if whole[: len(before)] != before:
+            raise ValueError(
+                f"{self.name}: the chat template rewrites earlier text when the assistant answers, so the answer cannot be told from the prompt"
+            )
+        spoken = whole[len(before) :]
+        last = max((at for at, token in enumerate(spoken) if token in self.ends), default=len(spoken) - 1)
+        return spoken[: last + 1]
+
+    def _before_said(self, spoken: list[int], message: Message) -> int:
+        """How many tokens of a turn `spoken` the template put before what the assistant says, such as an empty <think></think>.
+
+        Raises ValueError where the turn does not read as `message`, spaces around it and dropped reasoning aside.
+        """
+        if message.get("tool_calls"):
+            return 0  # every template writes them its own way
+        told = [token for token in spoken if token not in self.ends]
+        content, text = message["content"].strip(), _text(self.tokenizer, told).strip()
+        if text == content:
+            return 0
+        thought = str(message.get("reasoning_content") or message.get("reasoning") or "").strip()
+        if thought and thought in text and text.endswith(content):
+            return 0
+        answer = content.rpartition("</think>")[2].strip()
+        for unsaid in reversed(range(len(told) if text.endswith(answer) else 0)):
+            if _text(self.tokenizer, told[unsaid:]).strip() == answer:
+                return unsaid
         raise ValueError(
-            f"{name}: the chat template's generation markers mark {len(found)} answers where the assistant gives {len(spoken)}; mend the template"
+            f"{self.name}: the mask would mark {text[:60]!r} where the assistant says {content[:60]!r}; the chat template or the tokenizer changes it, so give such rows as input_ids and loss_mask"
         )
-    for (start, end), message in zip(found, spoken, strict=True):
-        unsaid = before_said(tokenizer, ids[start:end], message, ends, name)
-        mask[start : start + unsaid] = [False] * unsaid
-    return Example(ids, mask)
-
-
-def _by_prefixes(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    tools: list[Any] | None,
-    ends: frozenset[int],
-    name: str,
-) -> Example:
-    """An answer is what the rendered text has beyond its prompt.
-
-    It stops before a turn whose prompt does not begin with the text so far: a template that drops reasoning from
-    history, or `ids` that are spelled otherwise when their text is tokenised again. The target never read both in a row.
-    """
-    ids: list[int] = []
-    mask: list[bool] = []
-    for turn, message in enumerate(messages):
-        if message.get("role") != "assistant":
-            continue
-        before = render(tokenizer, messages[:turn], True, tools)
-        if before[: len(ids)] != ids:
-            break
-        spoken, unsaid = message.get("ids"), 0
-        if not spoken:
-            whole = render(tokenizer, messages[: turn + 1], False, tools)
-            spoken = _after(before, whole, ends, name)
-            unsaid = before_said(tokenizer, spoken, message, ends, name)
-        mask += [False] * (len(before) - len(ids) + unsaid) + [True] * (len(spoken) - unsaid)
-        ids = [*before, *spoken]
-    return Example(ids, mask)
-
-
-def _after(before: list[int], whole: list[int], ends: frozenset[int], name: str) -> list[int]:
-    """What `whole` has beyond `before`, up to its last end token."""
-    if whole[: len(before)] != before:
-        raise ValueError(
-            f"{name}: the chat template rewrites earlier text when the assistant answers, so the answer cannot be told from the prompt"
-        )
-    spoken = whole[len(before) :]
-    last = max((at for at, token in enumerate(spoken) if token in ends), default=len(spoken) - 1)
-    return spoken[: last + 1]
-
-
-def before_said(
-    tokenizer: PreTrainedTokenizerBase, spoken: list[int], message: Message, ends: frozenset[int], name: str
-) -> int:
-    """How many tokens of a turn `spoken` the template put before what the assistant says, such as an empty <think></think>.
-
-    Raises ValueError where the turn does not read as `message`, spaces around it and dropped reasoning aside.
-    """
-    if message.get("tool_calls"):
-        return 0  # every template writes them its own way
-    told = [token for token in spoken if token not in ends]
-    content, text = message["content"].strip(), _text(tokenizer, told).strip()
-    if text == content:
-        return 0
-    thought = str(message.get("reasoning_content") or message.get("reasoning") or "").strip()
-    if thought and thought in text and text.endswith(content):
-        return 0
-    answer = content.rpartition("</think>")[2].strip()
-    for unsaid in reversed(range(len(told) if text.endswith(answer) else 0)):
-        if _text(tokenizer, told[unsaid:]).strip() == answer:
-            return unsaid
-    raise ValueError(
-        f"{name}: the mask would mark {text[:60]!r} where the assistant says {content[:60]!r}; the chat template or the tokenizer changes it, so give such rows as input_ids and loss_mask"
-    )
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:

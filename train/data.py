@@ -21,9 +21,12 @@ from train.chat import Example, Row, example
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Write rows beside `path` and rename, the same bytes for the same rows."""
+    """Write rows beside `path` and rename, the same bytes for the same rows. Raises ValueError where the disk refuses."""
     text = "".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n" for row in rows).encode()
-    write_whole(path, gzip.compress(text, 9, mtime=0) if path.suffix == ".gz" else text)
+    try:
+        write_whole(path, gzip.compress(text, 9, mtime=0) if path.suffix == ".gz" else text)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written ({error.strerror}); make room, or choose another place") from None
 
 
 def load_examples(

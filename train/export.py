@@ -2,11 +2,12 @@
 
 import hashlib
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+import yaml
 
 from conf import packaged
 from conf.schema import Run
@@ -15,7 +16,17 @@ from decode.opening import open_tokenizer, target_folder
 from models.ends import Ends
 from models.layouts import layout_for
 from models.served import Layout, Served
-from models.shelf import CARD, WEIGHTS, Card, load_drafter, packed, read_card, replace_folder, require_target
+from models.shelf import (
+    CARD,
+    WEIGHTS,
+    Card,
+    load_drafter,
+    packed,
+    read_card,
+    read_tensors,
+    replace_folder,
+    require_target,
+)
 from models.source import from_hub, identify
 
 RECORD = (
@@ -73,7 +84,14 @@ def verifier(conf: TargetConf, folder: Path) -> str:
 def opened_drafter(source: Path, card: Card, folder: Path) -> tuple[Any, dict[str, torch.Tensor], Ends]:
     """The drafter, checked, its tensors as they are stored, and the target's ends in their own precision."""
     ends = Ends.load(folder, dtype=None)
-    return load_drafter(source, card, ends, torch.float32), load_file(source / WEIGHTS), ends
+    drafter = load_drafter(source, card, ends, torch.float32)
+    if card.adapter:  # is added to what it was trained on, and rounded as training would have
+        merged = {
+            name: value.to(torch.bfloat16) if value.is_floating_point() else value
+            for name, value in drafter.state_dict().items()
+        }
+        return drafter, merged, ends
+    return drafter, read_tensors(source / WEIGHTS), ends
 
 
 def write(served: Served, layout: Layout, source: Path, card: Card, target: str, template: str, out: Path) -> None:
@@ -82,7 +100,10 @@ def write(served: Served, layout: Layout, source: Path, card: Card, target: str,
     beside.mkdir(parents=True)
     (beside / layout.file).write_bytes(packed(served.tensors))
     (beside / "config.json").write_text(json.dumps(served.config, indent=2) + "\n")
-    (beside / RECORD).write_bytes((source / CARD).read_bytes())
+    record = (source / CARD).read_text()
+    if card.adapter:
+        record = yaml.safe_dump(asdict(replace(card, adapter={})), sort_keys=False, default_flow_style=None, width=110)
+    (beside / RECORD).write_text(record)
     settings = {"chat_template": template, **engine_settings(layout, card)}
     (beside / "serve.json").write_text(json.dumps(settings, indent=2) + "\n")
     (beside / "serve.md").write_text(recipe(layout, card, settings, target))

@@ -1,9 +1,8 @@
 """Conversations in batches, with what the target makes of them: computed when asked for, or read from a store.
 
-B conversations, T tokens.
+B rows, T tokens. A row is one conversation, or several one after the other.
 """
 
-import random
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +16,9 @@ from models.drafter import FeatureBatch
 from models.target import Target
 from train.chat import Example
 from train.log import tokens_bar
+from train.sampler import epoch_batches, packed_rows
+
+Rows = Sequence[Sequence[Example]]
 
 
 class Reader(Protocol):
@@ -24,7 +26,7 @@ class Reader(Protocol):
 
     waits: bool  # it waits for a disk, so it may read the next batch while this one teaches
 
-    def read(self, examples: Sequence[Example]) -> FeatureBatch: ...
+    def read(self, rows: Rows) -> FeatureBatch: ...
 
 
 class Live:
@@ -35,47 +37,60 @@ class Live:
     def __init__(self, target: Target):
         self.target = target
 
-    def read(self, examples: Sequence[Example]) -> FeatureBatch:
-        """One pass of the target over all of `examples`."""
-        ids = pad_sequence([torch.tensor(example.input_ids) for example in examples], batch_first=True)
-        lengths = torch.tensor([len(example.input_ids) for example in examples])
-        batch = self.target.features(ids, masks_of(examples)[0], lengths)
+    def read(self, rows: Rows) -> FeatureBatch:
+        """One pass of the target over all of `rows`."""
+        batch = self.target.documents(*laid_out(rows))
         # out of inference mode, so that autograd may save them
         return FeatureBatch(*(value.clone() for value in vars(batch).values()))
 
 
 class Source:
-    """Examples in batches of `size`, in an order that the seed alone decides; `keep` what is read for the next time."""
+    """Examples in batches of `size` rows, in an order that the seed alone decides; `keep` what is read for the next time.
 
-    def __init__(self, examples: Sequence[Example], reader: Reader, size: int, seed: int, keep: bool = False):
-        self.examples, self.reader, self.size, self.seed, self.keep = examples, reader, size, seed, keep
-        self.lengths = [len(example.input_ids) for example in examples]
+    A row is one conversation, or with `room` as many as have room in so many tokens.
+    """
+
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        reader: Reader,
+        size: int,
+        seed: int,
+        keep: bool = False,
+        room: int | None = None,
+    ):
+        tokens = [len(example.input_ids) for example in examples]
+        members = [[at] for at in range(len(examples))] if room is None else packed_rows(tokens, room)
+        self.rows = [[examples[at] for at in row] for row in members]
+        self.lengths = [sum(tokens[at] for at in row) for row in members]  # tokens of each row
+        self.reader, self.size, self.seed, self.keep = reader, size, seed, keep
         self.waited = 0.0  # seconds that `features` took
         self._kept: dict[tuple[int, ...], FeatureBatch] = {}
         self._coming: dict[tuple[int, ...], Future[FeatureBatch]] = {}
         self._pool = ThreadPoolExecutor(1)
         self._epoch: tuple[int, list[list[int]]] = (-1, [])
-        by_length = sorted(range(len(examples)), key=lambda at: self.lengths[at])
+        by_length = sorted(range(len(self.rows)), key=lambda at: self.lengths[at])
         self._groups = [by_length[start : start + size] for start in range(0, len(by_length), size)]
 
     def piece(self, number: int) -> list[int]:
-        """Which conversations make the micro-batch `number` of the whole run, a function of the seed alone."""
-        per_epoch = len(self.examples) // min(self.size, len(self.examples))
+        """Which rows make the micro-batch `number` of the whole run, a function of the seed alone."""
+        per_epoch = len(self.rows) // min(self.size, len(self.rows))
         epoch = number // per_epoch
         if self._epoch[0] != epoch:
             self._epoch = (epoch, epoch_batches(self.lengths, self.size, self.seed + epoch))
         return self._epoch[1][number % per_epoch]
 
     def everything(self) -> list[list[int]]:
-        """Every conversation once, in batches of similar length."""
+        """Every row once, in batches of similar length."""
         return self._groups
 
     def masks(self, piece: Sequence[int]) -> tuple[Tensor, Tensor]:
         """[B, T] loss mask and document, known before the target reads anything."""
-        return masks_of([self.examples[at] for at in piece])
+        _, mask, document, _ = laid_out([self.rows[at] for at in piece])
+        return mask, document
 
     def features(self, piece: Sequence[int], then: Sequence[int] = ()) -> FeatureBatch:
-        """What the target makes of the conversations in `piece`; those of `then` may be read meanwhile."""
+        """What the target makes of the rows in `piece`; those of `then` may be read meanwhile."""
         began, key = time.perf_counter(), tuple(piece)
         coming = self._coming.pop(key, None)
         batch = self._kept.get(key) or (coming.result() if coming else self._read(key))
@@ -87,37 +102,31 @@ class Source:
         return batch
 
     def _read(self, piece: Sequence[int]) -> FeatureBatch:
-        return self.reader.read([self.examples[at] for at in piece])
+        return self.reader.read([self.rows[at] for at in piece])
 
     def read_all(self, quiet: bool) -> None:
-        """Read every conversation, where they are kept; always in the same company, so that a resumed run gets the same bits."""
+        """Read every row, where they are kept; always in the same company, so that a resumed run gets the same bits."""
         with tokens_bar("target reads", sum(self.lengths), quiet) as advance:
             for piece in self.everything():
                 self.features(piece)
                 advance(sum(self.lengths[at] for at in piece))
 
 
-def masks_of(examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
-    """[B, T] loss mask and document of `examples`, padded on the right."""
-    mask = pad_sequence([torch.tensor(example.loss_mask) for example in examples], batch_first=True)
-    lengths = torch.tensor([len(example.loss_mask) for example in examples])
-    return mask, torch.where(torch.arange(mask.shape[1]) < lengths[:, None], 0, -1)
+def laid_out(rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[B, T] token ids, loss mask, document and position of the conversations of each row, padded on the right.
 
-
-def epoch_batches(lengths: Sequence[int], size: int, seed: int) -> list[list[int]]:
-    """Indices of one epoch's batches of `size`: shuffled, yet batches hold conversations of similar length."""
-    rng = random.Random(seed)
-    order = list(range(len(lengths)))
-    rng.shuffle(order)
-    size = min(size, len(order))
-    # the remainder goes before the sorting, or the longest would be left out again and again
-    order = order[: len(order) // size * size]
-    window = size * 32
-    grouped = [
-        at
-        for start in range(0, len(order), window)
-        for at in sorted(order[start : start + window], key=lambda at: lengths[at])
+    Documents are numbered within their row, and every one begins at position 0.
+    """
+    ids = pad_sequence([_joined(row, "input_ids") for row in rows], batch_first=True)
+    mask = pad_sequence([_joined(row, "loss_mask") for row in rows], batch_first=True)
+    numbers = [
+        torch.arange(len(row)).repeat_interleave(torch.tensor([len(one.input_ids) for one in row])) for row in rows
     ]
-    batches = [grouped[start : start + size] for start in range(0, len(grouped), size)]
-    rng.shuffle(batches)
-    return batches
+    document = pad_sequence(numbers, batch_first=True, padding_value=-1)
+    place = torch.arange(ids.shape[1]).expand_as(ids)
+    begins = document > torch.nn.functional.pad(document, (1, 0), value=-1)[:, :-1]
+    return ids, mask, document, place - torch.where(begins, place, 0).cummax(1).values
+
+
+def _joined(row: Sequence[Example], part: str) -> Tensor:
+    return torch.cat([torch.tensor(getattr(one, part)) for one in row])

@@ -17,22 +17,25 @@ from hydra.utils import instantiate
 
 from conf.schema import Features, Kind, Reasoning, Run
 from decode.opening import context_of, end_tokens_of, open_target, open_tokenizer, target_folder
+from models.adapter import merge
 from models.drafter import Drafter
 from models.ends import layer_weights
 from models.shelf import CARD, Card, family_class, knobs_of, make_folder, save_drafter
 from models.target import Target, resolve_dtype
 from train import checkpoint, optim
+from train.adapt import adapter_of, go_on_from, settle_start
+from train.answers import conversations_for
 from train.bodiless import Bodiless
 from train.chat import Example
 from train.data import load_examples, spoken
 from train.engines import Engine, engine_for, put
 from train.engines import check as check_engine
-from train.features import Live, Reader, Source, masks_of
+from train.features import Live, Reader, Source, laid_out
 from train.judge import Judge, Trial, Verdict, prompts_of
 from train.log import plain
 from train.loop import fit
 from train.plan import plan
-from train.sources import require_there, rows_of
+from train.sources import require_there
 from train.store import open_store
 from train.trainee import Trainee, apply
 from train.trees import recommend
@@ -50,9 +53,9 @@ def train(run: Run) -> None:
         if not run.overwrite:
             checkpoint.require_same(out, config)
         target = target_for(run, taught + held)
-        drafter = taught_by(run, target, known)
+        drafter = taught_by(run, target, known, quiet=not engine.first)
         reader = reader_for(run, target, taught + held, engine)
-        source = Source(taught, reader, run.optim.batch, run.seed)
+        source = Source(taught, reader, run.optim.batch, run.seed, room=run.data.packing)
         heldout = Source(held, reader, run.optim.batch, run.seed, keep=True)
         heldout.read_all(quiet=not engine.first)
         if run.overwrite:
@@ -83,12 +86,14 @@ def finish(
     put(progress.weights, trainee)
     said = card(run, drafter, target, best, taught)
     recommend(drafter, heldout, said)
+    if run.peft and run.peft.merge:
+        merge(drafter)
     save_drafter(drafter, said, out, torch.bfloat16)
     checkpoint.forget(out)
     print(f"the drafter is in {out}; measure it: python decode/run.py conf={run.conf_name} trained={out}")
 
 
-def taught_by(run: Run, target: Target | Bodiless, known: list[Example]) -> Drafter:
+def taught_by(run: Run, target: Target | Bodiless, known: list[Example], quiet: bool) -> Drafter:
     """The drafter before its first step."""
     set_seed(run.seed)
     drafter: Drafter = instantiate(run.drafter, _partial_=True)(target.ends).to(target.device)
@@ -96,7 +101,11 @@ def taught_by(run: Run, target: Target | Bodiless, known: list[Example]) -> Draf
         raise ValueError(f"{run.drafter['_target_']} has no weights to train: it is only counted. Set optim.steps=0")
     target.tap(drafter.taps)
     before, said = spoken(known)
-    drafter.learn_vocabulary(torch.bincount(said, minlength=target.identity.vocabulary))
+    counts = torch.bincount(said, minlength=target.identity.vocabulary)
+    if run.init_from:
+        go_on_from(run, drafter, target.ends, counts, quiet)
+        return drafter
+    drafter.learn_vocabulary(counts)
     drafter.learn_successors(before, said)
     drafter.inherit(lambda number: layer_weights(target_folder(run.target), number))
     return drafter
@@ -118,7 +127,7 @@ def trial_of(run: Run, target: Target | Bodiless, drafter: Drafter, held: list[E
         return None
     twin = copy.deepcopy(drafter, {id(target.ends): target.ends}).to(target.device, target.dtype).eval()
     prompts = [prompt for prompt in prompts_of(held, run.log.prompts) if len(prompt) + run.log.tokens <= target.context]
-    depth = min(run.decode.depth, len(drafter.counts(*masks_of(held[:1]))))
+    depth = min(run.decode.depth, len(drafter.counts(*laid_out([held[:1]])[1:3])))
     return Trial(target, twin, prompts, run.log.tokens, depth)
 
 
@@ -143,7 +152,7 @@ def conversations(run: Run, quiet: bool) -> tuple[list[Example], list[Example], 
     tokenizer = open_tokenizer(run.target)
     longest = min(run.data.longest, context_of(run.target))
     kept = run.data.reasoning is Reasoning.keep
-    rows = rows_of(run.data, quiet=quiet)
+    rows = conversations_for(run, quiet=quiet)
     examples = load_examples(rows, tokenizer, end_tokens_of(run.target, tokenizer), longest, kept)
     known, held = split(examples, run.data.heldout)
     return known, evenly(known, run.data.conversations), held
@@ -186,7 +195,7 @@ def identity(run: Run, ranks: int) -> dict[str, Any]:
         },
     }
     told = {f"{part}.{key}": str(value) for part, values in shaping.items() for key, value in values.items()}
-    return {**told, "seed": str(run.seed)}
+    return {**told, "seed": str(run.seed), "init_from": str(run.init_from), "peft": str(run.peft)}
 
 
 def prepare(run: Run, out: Path) -> tuple[Engine, dict[str, Any]]:
@@ -223,6 +232,7 @@ def require_parts(run: Run) -> type[Drafter]:
         raise ValueError("no drafter is chosen; give drafter= or name one in your conf, such as `- /drafter: medusa`")
     family = family_class(run.drafter["_target_"], knobs_of(run.drafter))
     require_there(run.data)
+    settle_start(run)
     return family
 
 
@@ -258,11 +268,13 @@ def card(run: Run, drafter: Drafter, target: Target | Bodiless, best: Verdict, t
         "conf": run.conf_name,
         "data": run.data.path,
         "conversations": len(taught),
+        "longest": max(len(example.input_ids) for example in taught),
         "tokens": sum(len(example.input_ids) for example in taught),
         "answer_tokens": sum(sum(example.loss_mask) for example in taught),
         "optim": {**plain(run.optim), "betas": list(run.optim.betas)},
         "best": {"step": best.step, "tau": best.tau, "low": best.low, "high": best.high, "decoded": best.decoded},
         "seed": run.seed,
+        "init_from": run.init_from,
         "outrider": version("outrider"),
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
     }
@@ -274,4 +286,5 @@ def card(run: Run, drafter: Drafter, target: Target | Bodiless, best: Verdict, t
         training=training,
         acceptance=best.acceptance,
         meaning=drafter.meaning(),
+        adapter=adapter_of(run),
     )

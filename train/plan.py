@@ -115,7 +115,7 @@ def sizes_of(run: Run, drafter: Drafter, ends: Ends, frozen: int, tokens: int, p
     target = edges * item + (0 if alone else (frozen - edges) * body)
     if not alone and packs(device, resolve_dtype(run.target.dtype, device)):
         target += ends.head.numel() * item  # a copy of the head, laid out for trees
-    batch = run.optim.batch * tokens
+    batch = run.optim.batch * (run.data.packing or tokens)
     trained = sum(p.numel() for _, group in drafter.groups() for p in group)
     row = (len(drafter.taps) + 1) * ends.width * item
     activations = probed.bytes if probed else estimated(drafter, batch)

@@ -219,7 +219,12 @@ def regenerate(speaker: Speaker, tokenizer: PreTrainedTokenizerBase, rows: list[
             f"none of the {len(rows)} prompts can be asked: none has a user turn and is within {terms.longest} tokens; "
             f"check the file, or raise regenerate.longest"
         )
-    write_rows(out, (talk.written() for talk in talks))
+    try:
+        write_rows(out, (talk.written() for talk in talks))
+    except OSError as error:
+        raise ValueError(
+            f"{out} cannot be written ({error.strerror}); all answers stay in {kept.file}: make room, then start the same command again"
+        ) from None
     kept.file.unlink()
     return len(talks)
 

@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from conf.schema import Reasoning, Run
 from decode.opening import end_tokens_of, open_tokenizer
+from train.answers import conversations_for
 from train.chat import Example, stretches
 from train.data import load_examples, spoken
-from train.sources import rows_of
 
 BAR = 40  # characters of the longest bar
 SIZES = (1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)  # of a draft vocabulary
@@ -25,7 +25,7 @@ def show(run: Run) -> None:
     """The command: print counts, a histogram of lengths, and `run.show` conversations in which what teaches is coloured."""
     console, tokenizer = Console(), open_tokenizer(run.target)
     kept = run.data.reasoning is Reasoning.keep
-    rows, ends = rows_of(run.data), end_tokens_of(run.target, tokenizer)
+    rows, ends = conversations_for(run), end_tokens_of(run.target, tokenizer)
     examples = load_examples(rows, tokenizer, ends, run.data.longest, kept)
     console.print(f"{run.data.path}, up to {run.data.longest} tokens a conversation")
     console.print(counted(examples))

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import yaml
+
 from conf import packaged
 from conf.schema import Data
 from decode.tables import HUB, file_rows, hub_rows, parsed
@@ -16,6 +18,7 @@ from train.chat import Message, Row
 from train.clean import cleaned, report
 
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
+IMAGINED = "imagined"  # in place of a path: the target asks itself
 OPTIONS = ("config", "split", "revision", "streaming")
 FORMS = "messages or conversations, data (texts in turn), turns, instruction and output, prompt and response, question and answer, text, or input_ids and loss_mask"
 
@@ -39,9 +42,15 @@ def table_of(name: str, value: Any) -> dict[str, Any]:
 
 def require_there(data: Data) -> None:
     """Raise ValueError for a file that does not exist."""
-    for path in (data.path, *table_of("mix", data.mix)):
-        if not path.startswith(HUB) and not packaged(path).exists():
+    for path in (data.path, *map(place_of, table_of("mix", data.mix))):
+        if path != IMAGINED and not path.startswith(HUB) and not packaged(path).exists():
             raise ValueError(f"there is no data file {packaged(path)}; check data.path")
+
+
+def place_of(name: str) -> str:
+    """Where the source `name` of a mix is: what the file of conf/data of this name says, else the name itself."""
+    part = packaged(f"pkg://conf/data/{name}.yaml")
+    return str(yaml.safe_load(part.read_text())["path"]) if part.exists() else name
 
 
 def mixed(rows: list[Row], shares: Mapping[str, float]) -> list[Row]:
@@ -54,8 +63,8 @@ def mixed(rows: list[Row], shares: Mapping[str, float]) -> list[Row]:
             f"data.mix={dict(shares)} leaves {own:.2f} for data.path; shares are above 0 and sum to less than 1"
         )
     placed = list(zip(((at + 0.5) / len(rows) for at in range(len(rows))), rows, strict=True))
-    for path, share in shares.items():
-        others = list(conversations_of(path))
+    for name, share in shares.items():
+        others = list(conversations_of(place_of(name)))
         count = min(len(others), round(len(rows) * share / own))
         taken = [others[at * len(others) // count] for at in range(count)]
         placed += [((at + 0.5) / count, row) for at, row in enumerate(taken)]

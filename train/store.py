@@ -24,7 +24,7 @@ from models.shelf import make_folder
 from models.source import Identity, cache_home
 from models.target import Target
 from train.chat import Example
-from train.features import Live, masks_of
+from train.features import Live, Rows, laid_out
 from train.log import tokens_bar
 
 SCHEMA = 1
@@ -107,18 +107,16 @@ class Store:
             if key not in self.places
         ]
 
-    def read(self, examples: Sequence[Example]) -> FeatureBatch:
-        """What the target made of `examples`, from the shards' memory maps."""
-        rows = [self._row(example) for example in examples]
+    def read(self, rows: Rows) -> FeatureBatch:
+        """What the target made of the conversations in `rows`, from the shards' memory maps."""
+        found = [zip(*map(self._found, row), strict=True) for row in rows]
         features, hidden = (
-            pad_sequence(list(part), batch_first=True).to(self.device) for part in zip(*rows, strict=True)
+            pad_sequence([torch.cat(one) for one in part], batch_first=True) for part in zip(*found, strict=True)
         )
-        ids = pad_sequence([torch.tensor(example.input_ids) for example in examples], batch_first=True).to(self.device)
-        mask, document = (part.to(self.device) for part in masks_of(examples))
-        position = torch.arange(ids.shape[1], device=self.device).expand_as(ids)
-        return FeatureBatch(ids, mask, document, position, features, hidden)
+        parts = (*laid_out(rows), features, hidden)
+        return FeatureBatch(*(part.to(self.device) for part in parts))
 
-    def _row(self, example: Example) -> tuple[Tensor, Tensor]:
+    def _found(self, example: Example) -> tuple[Tensor, Tensor]:
         shard, start, end = self.places[key_of(example)]
         hidden = shard.get_slice("hidden")[start:end]
         if not self.taps:
@@ -163,8 +161,9 @@ class Store:
         features, hidden = [], []
         for start in range(0, len(part), TOGETHER):
             group = part[start : start + TOGETHER]
-            batch = Live(target).read(group)
-            if not batch.last_hidden[batch.document >= 0].isfinite().all():
+            batch = Live(target).read([[example] for example in group])
+            read = batch.document >= 0
+            if not (batch.last_hidden[read].isfinite().all() and batch.features[read].isfinite().all()):
                 raise ValueError(
                     f"the target's hidden states are not finite for one of the conversations that begin {group[0].input_ids[:8]} and follow; try target.dtype=fp32, or drop them from the data"
                 )

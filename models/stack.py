@@ -1,0 +1,187 @@
+"""Drafters that read the target's text through a stack of layers: element t is the target's feature t with token t + 1.
+
+The stack keeps keys and values of what the target has verified. Guesses stand behind them and are forgotten.
+B rows, N new elements, P committed tokens, Q queries, F growing nodes, S slots, D width, G groups, C head width.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from models.drafter import Budget, Committed, Drafter, ahead
+from models.growth import grow
+from models.layer import Layer, Pair, PlainLayer
+from models.sampling import Voice
+from models.tree import TokenTree
+from models.vocabulary import DraftVocabulary
+
+Seen = Callable[[Tensor], Tensor]  # the slots [B, Q] of queries -> what each may see [B, Q, S]
+
+
+class FeatureDrafter(Drafter):
+    """A stack of layers over pairs of feature and token. A family says what goes in and what its states mean."""
+
+    vocabulary: DraftVocabulary
+    window: int | None = None  # how far back attention looks; None: to the beginning
+
+    @property
+    def stack(self) -> Sequence[Layer]:
+        """The layers, the lowest first."""
+        raise NotImplementedError
+
+    def known(self, committed: Committed) -> Tensor:
+        """[B, P, D] the features of what the target has read."""
+        raise NotImplementedError
+
+    def inputs(self, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """What the lowest layer's attention reads of `tokens` [B, N] with `feature` [B, N, D], and what it adds to."""
+        raise NotImplementedError
+
+    def fed(self, state: Tensor) -> Tensor:
+        """The feature [..., D] that the next guess reads, from the stack's state."""
+        raise NotImplementedError
+
+    def says(self, state: Tensor) -> Tensor:
+        """Logits [..., V] of the stack's state."""
+        raise NotImplementedError
+
+    def begin(self, rows: int, capacity: int) -> "Memory":
+        """Room for the keys and values of verified pairs."""
+        return Memory(rows, capacity)
+
+    @torch.inference_mode()
+    def propose(self, committed: Committed, state: "Memory", budget: Budget, voice: Voice) -> TokenTree:
+        """A chain, a static or a dynamic tree, grown on the drafter's own states below the last verified pair."""
+        return grow(committed.bonus, Growing(self, committed, state), self.vocabulary, budget, voice)
+
+
+class Memory:
+    """For each layer keys and values [B, G, capacity, C] of the pairs that the target has verified."""
+
+    def __init__(self, rows: int, capacity: int):
+        self.length = torch.zeros(rows, dtype=torch.long)  # [B] verified pairs
+        self.capacity = capacity
+        self.pairs: dict[int, Pair] = {}
+
+    def seat(self, committed: Committed) -> Tensor:
+        """[B] where each row's new pairs begin; a fresh row forgets who sat there."""
+        self.length = self.length.to(committed.tokens.device).masked_fill(committed.fresh, 0)
+        start = self.length
+        self.length = start + committed.length
+        return start
+
+    def write(self, pairs: Pair, slots: Tensor, layer: int = 0) -> Pair:
+        """Put `pairs` [B, G, N, C] of `layer` into `slots` [B, N] and return all up to the last of them."""
+        end = int(slots.max()) + 1
+        held = self.pairs.get(layer)
+        if held is None or end > held[0].shape[2]:
+            held = self.pairs[layer] = grown(held, pairs[0], max(self.capacity, end + end // 2))
+        rows = torch.arange(len(slots), device=slots.device)[:, None]
+        for store, new in zip(held, pairs, strict=True):
+            store[rows, :, slots] = new.transpose(1, 2)
+        return held[0][:, :, :end], held[1][:, :, :end]
+
+
+def grown(held: Pair | None, like: Tensor, room: int) -> Pair:
+    """Room for `room` pairs shaped as `like`; what was held stays."""
+    rows, groups, _, width = like.shape
+    new = like.new_zeros(rows, groups, room, width), like.new_zeros(rows, groups, room, width)
+    for store, old in zip(new, held or (), strict=False):
+        store[:, :, : old.shape[2]] = old
+    return new
+
+
+def climb(
+    drafter: FeatureDrafter,
+    memory: Memory,
+    inputs: tuple[Tensor, Tensor],
+    position: Tensor,
+    slots: Tensor,
+    seen: Seen,
+    wanted: Tensor | None = None,
+) -> Tensor:
+    """The states [B, Q, D] above the stack of new elements at `position` and `slots` [B, N], which are remembered.
+
+    Only `wanted` [B, Q] of them (all) are asked of the last layer.
+    """
+    (pair, base), stack = inputs, drafter.stack
+    for number, layer in enumerate(stack):
+        pairs = memory.write(layer.self_attn.pairs(pair, position), slots, number)
+        if wanted is not None and number == len(stack) - 1:
+            row = torch.arange(len(wanted), device=wanted.device)[:, None]
+            pair, base, position, slots = (part[row, wanted] for part in (pair, base, position, slots))
+        mixed = layer.self_attn.mixed(layer.self_attn.queries(pair, position), pairs, seen(slots))
+        state = layer.outputs(base, mixed)
+        if number < len(stack) - 1:
+            above = stack[number + 1]
+            assert isinstance(above, PlainLayer)
+            pair, base = above.inputs(state)
+    return state
+
+
+def read(
+    drafter: FeatureDrafter, memory: Memory, tokens: Tensor, feature: Tensor, start: Tensor, wanted: Tensor
+) -> Tensor:
+    """The states [B, Q, D] of `wanted` [B, Q] among `tokens` [B, N] with `feature` [B, N, D], a text that goes on at
+    slot `start` [B]."""
+    slots = start[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+    end, window = int(slots.max()) + 1, drafter.window
+
+    def seen(here: Tensor) -> Tensor:
+        back = here[..., None] - torch.arange(end, device=here.device)
+        return (back >= 0) if window is None else (back >= 0) & (back < window)
+
+    return climb(drafter, memory, drafter.inputs(tokens, feature), slots, slots, seen, wanted)
+
+
+def last_pairs(committed: Committed) -> tuple[Tensor, Tensor]:
+    """[B, P] the token after each committed one, the bonus token last, and [B] the number of each row's last pair."""
+    row = torch.arange(len(committed.length), device=committed.tokens.device)
+    last = (committed.length - 1).clamp(min=0)
+    tokens = ahead(committed.tokens, 1)
+    tokens[row, last] = committed.bonus
+    return tokens, last
+
+
+class Growing:
+    """One round of drafting: answers what follows each node, level by level."""
+
+    def __init__(self, drafter: FeatureDrafter, committed: Committed, memory: Memory):
+        self.drafter, self.memory = drafter, memory
+        tokens, last = last_pairs(committed)
+        start = memory.seat(committed)
+        self.state = read(drafter, memory, tokens, drafter.known(committed), start, last[:, None])
+        self.start = memory.length
+        self.ancestors = torch.zeros(len(self.start), 1, 0, dtype=torch.bool, device=self.start.device)
+        self.level = 0
+
+    def __call__(self, tokens: Tensor, places: Tensor) -> Tensor:
+        """Log-probabilities [B, F, V] of what follows `tokens` [B, F], children of the nodes at `places` [B, F]."""
+        if self.level:
+            self._descend(tokens, places)
+        self.level += 1
+        return self.drafter.says(self.state).float().log_softmax(-1)
+
+    def _descend(self, tokens: Tensor, places: Tensor) -> None:
+        """Take the states from the nodes that were asked last to their children `tokens`."""
+        drafter, (rows, count) = self.drafter, tokens.shape
+        row = torch.arange(rows, device=tokens.device)[:, None]
+        feature, above = drafter.fed(self.state[row, places]), self.ancestors[row, places]
+        same = torch.eye(count, dtype=torch.bool, device=tokens.device).expand(rows, -1, -1)
+        self.ancestors = torch.cat([above, same], dim=-1)
+        slots = (self.start + above.shape[-1])[:, None] + torch.arange(count, device=tokens.device)
+        position = (self.start + self.level - 1)[:, None].expand(-1, count)
+        seen = self._seen(int(slots.max()) + 1, position)
+        self.state = climb(drafter, self.memory, drafter.inputs(tokens, feature), position, slots, lambda _: seen)
+
+    def _seen(self, end: int, position: Tensor) -> Tensor:
+        """[B, F, S] what the nodes asked last see of the first `end` slots: the verified text and their ancestors."""
+        slot = torch.arange(end, device=position.device)
+        node = slot - self.start[:, None]
+        known = self.ancestors.shape[-1]
+        index = node.clamp(0, known - 1)[:, None].expand(-1, position.shape[1], -1)
+        near = torch.ones_like(index, dtype=torch.bool)
+        if self.drafter.window is not None:
+            near = position[..., None] - slot < self.drafter.window
+        return torch.where((node < 0)[:, None], near, self.ancestors.gather(2, index) & (node < known)[:, None])
