@@ -1,6 +1,7 @@
 """Every layout there is, found by its name or by the files themselves."""
 
 from models.eagle3_files import SafeEagle3, SglangEagle3, SpeculatorsEagle3, VllmEagle3
+from models.eagle_files import SafeEagle, VllmEagle
 from models.medusa_files import FasterMedusa, VllmMedusa
 from models.served import Layout, Served
 
@@ -11,6 +12,8 @@ LAYOUTS: tuple[Layout, ...] = (
     VllmEagle3(),
     SglangEagle3(),
     SafeEagle3(),
+    VllmEagle(),
+    SafeEagle(),
 )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 LOADER = {
     "enable_weights_track": False
 }  # else vLLM 0.32.0 refuses the token_map that its own Medusa makes a parameter of
-METHODS = {"MedusaModel": "medusa"}
+METHODS = {"MedusaModel": "medusa", "LlamaForCausalLM": "eagle"}
 
 
 def serve(home: Path, layout: str) -> None:

@@ -38,7 +38,7 @@ CONFIG = LlamaConfig(
     rope_parameters={"rope_type": "linear", "rope_theta": 5e4, "factor": 2.0},
     architectures=["LlamaForCausalLM"],
 )
-MEDUSA, EAGLE3 = "models.medusa.Medusa", "models.eagle3.Eagle3"
+MEDUSA, EAGLE, EAGLE3 = "models.medusa.Medusa", "models.eagle.Eagle", "models.eagle3.Eagle3"
 
 
 @functools.cache
@@ -140,6 +140,21 @@ def test_eagle3_comes_back_from_every_layout_to_the_same_bytes(
         else:
             with pytest.raises(ValueError, match=r"use (layout=vllm|another layout)"):
                 written(layout, drafter, tensors)
+
+
+@pytest.mark.parametrize("fc_bias", [True, False])
+def test_eagle_comes_back_from_both_layouts_to_the_same_bytes(fc_bias):
+    drafter, tensors = made(EAGLE, fc_bias=fc_bias)
+    round_trip(layout_for("eagle", EAGLE), drafter, tensors, {"fc_bias": fc_bias})
+    if not fc_bias:
+        return round_trip(layout_for("vllm", EAGLE), drafter, tensors, {"fc_bias": False})
+    with pytest.raises(ValueError, match=r"no bias on fc, and this drafter has one; train with drafter\.fc_bias=false"):
+        written(layout_for("vllm", EAGLE), drafter, tensors)
+
+
+def test_a_reduced_vocabulary_has_no_word_in_eagles_layouts():
+    with pytest.raises(ValueError, match="layout=vllm has no word for vocabulary=12"):
+        layout_for("vllm", EAGLE).require_said({"vocabulary": 12})
 
 
 def test_every_layout_is_of_a_family_that_there_is():
