@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from models.drafter import Committed, FeatureBatch
 from models.ends import Ends
 from models.growth import Ask
-from models.layer import MLP, Attention, Pair, layer_config
+from models.layer import Pair, PlainLayer, layer_config
 from models.medusa import Medusa, Residual
 from models.stack import Memory
 
@@ -30,31 +30,25 @@ class Grafted(nn.Module):
         return read[..., : self.width] + nn.functional.silu(self.linear(read))
 
 
-class Prefix(nn.Module):
+class Prefix(PlainLayer):
     """A decoder layer over the target's final hidden states (Hydra++): the heads see the text, not its last state alone.
 
     It adds nothing at the start.
     """
 
     def __init__(self, config: LlamaConfig):
-        super().__init__()
-        width, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = nn.RMSNorm(width, eps)
-        self.self_attn = Attention(config, width)
-        self.post_attention_layernorm = nn.RMSNorm(width, eps)
-        self.mlp = MLP(config)
+        super().__init__(config)
         nn.init.zeros_(self.self_attn.o_proj.weight)
         nn.init.zeros_(self.mlp.down_proj.weight)
 
     def pairs(self, hidden: Tensor, position: Tensor) -> Pair:
         """Keys and values of `hidden` [B, P, D] at `position` [B, P]."""
-        return self.self_attn.pairs(self.input_layernorm(hidden), position)
+        return self.self_attn.pairs(self.inputs(hidden)[0], position)
 
     def forward(self, hidden: Tensor, position: Tensor, pairs: Pair, seen: Tensor) -> Tensor:
         """[B, Q, D] of `hidden` [B, Q, D] at `position` [B, Q], each looking where `seen` [B, Q, S] is true."""
-        queries = self.self_attn.queries(self.input_layernorm(hidden), position)
-        hidden = hidden + self.self_attn.mixed(queries, pairs, seen)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        normed, base = self.inputs(hidden)
+        return self.outputs(base, self.self_attn.mixed(self.self_attn.queries(normed, position), pairs, seen))
 
 
 class Hydra(Medusa):

