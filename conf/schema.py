@@ -177,7 +177,7 @@ class Decode:
     turns: int = 1  # of a conversation, at most; the next follows the target's own answer
     longest: int = 400  # prompt tokens
     tokens: int = 96
-    tree: Any = "auto"  # auto: the drafter's recommended tree, else dynamic; chain; dynamic; a list of paths; or a published tree
+    tree: Any = "auto"  # auto: the drafter's recommended tree, else dynamic; chain; dynamic; tuned, as decode.tune chose; a list of paths; or a published tree
     nodes: int = 10  # tree size, root included
     depth: int = 4  # of chains and dynamic trees
     branch: int = 4  # of dynamic trees: nodes that grow at every level, and children of each
@@ -198,6 +198,17 @@ class Decode:
     out: str | None = None  # null: a folder named by the time, under <out>/measure
     trace: bool = False  # write trace.jsonl beside the report: what every round did, for whoever recounts
     explain: bool = False  # say in words why the drafter pays or does not
+
+
+@dataclass
+class Tune:
+    """What `python -m decode.tune` tries; prompts come from decode.bench, trees are as decode.depth and decode.branch say."""
+
+    rows: list[int] = field(default_factory=lambda: [1, 4])
+    contexts: list[int] = field(default_factory=lambda: [128, 512])
+    nodes: int = 16  # of the largest tree, root included
+    prompts: int = 4  # a set: what acceptance is measured on
+    tokens: int = 48
 
 
 @dataclass
@@ -230,6 +241,7 @@ class Run:
     engine: Engine = field(default_factory=Engine)
     log: Log = field(default_factory=Log)
     decode: Decode = field(default_factory=Decode)
+    tune: Tune = field(default_factory=Tune)
     regenerate: Regenerate = field(default_factory=Regenerate)
     seed: int = 0
     out: str = "${run_folder:${hydra:runtime.choices.conf},${hydra:mode},${hydra:job.override_dirname}}"

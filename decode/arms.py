@@ -1,14 +1,20 @@
 """The drafters under measurement: where each is, whose it is, and what it may propose; all known before weights load."""
 
+import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from conf.schema import Decode, Proposal, Run
+from decode.choice import CHAIN, PLAIN, recall
 from decode.opening import find_beside, find_drafter, target_folder
 from models.drafter import Budget
 from models.shelf import Card, family_class, read_card, require_target
 from models.source import identify
+from models.target import device_of, resolve_dtype
 from models.tree import chain, ordered_paths, published_trees
 
 
@@ -25,8 +31,8 @@ class Arm:
 def arms_of(run: Run) -> list[Arm]:
     """The run's drafter and those beside it, checked against the target."""
     how = run.decode
-    arms = [arm_of(run.conf_name, find_drafter(run), how)]
-    arms += [arm_of(Path(name).name, find_beside(name), how) for name in how.beside]
+    found = [(run.conf_name, find_drafter(run)), *((Path(name).name, find_beside(name)) for name in how.beside)]
+    arms = [arm_of(name, where, as_tuned(run, name, where) if how.tree == "tuned" else how) for name, where in found]
     identity = identify(target_folder(run.target), run.target.name, run.target.trust_remote_code)
     for arm in arms:
         if arm.folder is not None:
@@ -52,6 +58,45 @@ def require_reach(card: Card, budget: Budget) -> None:
         )
 
 
+def as_tuned(run: Run, name: str, found: Path | Card) -> Decode:
+    """`run.decode` with the tree that decode.tune chose for the drafter `name` on this machine."""
+    how = run.decode
+    arm = arm_of(name, found, replace(how, tree="auto"))
+    choice = recall(name, holds_for(run, arm), how.rows, (how.longest + how.tokens) // 2)
+    option = choice.option
+    if option.kind == PLAIN:
+        raise ValueError(
+            f"decode.tree=tuned: with decode.rows={how.rows} no tree of {name} pays on this machine, so plain decoding was chosen "
+            f"and there is nothing to measure; decode.tree=auto shows by how much"
+        )
+    if option.kind == CHAIN:
+        return replace(how, tree="chain", depth=option.depth)
+    paths = [path for path in arm.card.tree[: option.nodes - 1] if len(path) <= option.depth]
+    return replace(how, tree=paths or "dynamic", nodes=option.nodes, depth=option.depth)
+
+
+def holds_for(run: Run, arm: Arm) -> dict[str, Any]:
+    """The hardware and settings that a curve belongs to."""
+    device = device_of(run.target.device)
+    return {
+        "processor": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "dtype": str(resolve_dtype(run.target.dtype, device)),
+        "target": run.target.name,
+        "drafter": {"family": arm.card.family, "knobs": arm.card.knobs, "training": arm.card.training},
+        "branch": run.decode.branch,
+    }
+
+
+def cpu_name() -> str:
+    """What the processor calls itself."""
+    listed = Path("/proc/cpuinfo")
+    lines = listed.read_text().splitlines() if listed.exists() else []
+    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
+
+
 def budget_for(how: Decode, card: Card) -> Budget:
     """How much may be proposed: the tree that `decode.tree` names, checked before weights load."""
     sampled = how.proposal is Proposal.sampled
@@ -67,7 +112,7 @@ def budget_for(how: Decode, card: Card) -> Budget:
         paths = ordered_paths(how.tree)
     else:
         raise ValueError(
-            f"decode.tree={how.tree}; use auto, chain, dynamic, or a list of paths such as [[0],[1],[0,0]], or a published tree: {', '.join(published_trees())}"
+            f"decode.tree={how.tree}; use auto, chain, dynamic, tuned, or a list of paths such as [[0],[1],[0,0]], or a published tree: {', '.join(published_trees())}"
         )
     return Budget(tuple(paths), max(how.nodes, len(paths) + 1), how.depth, sampled=sampled)
 

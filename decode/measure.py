@@ -1,7 +1,6 @@
 """Measure a drafter against plain decoding, prompt by prompt, in one process and on one clock."""
 
 import os
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
@@ -15,7 +14,7 @@ from rich.progress import track
 
 from conf.schema import Accept, Decode, Proposal, Run
 from decode.accept import Typical
-from decode.arms import Arm, arms_of, beyond, widest
+from decode.arms import Arm, arms_of, beyond, cpu_name, widest
 from decode.cost import Cost, Ladder
 from decode.engine import Run as Decoded
 from decode.engine import generate
@@ -170,14 +169,6 @@ def settings(run: Run, arm: Arm, dtype: torch.dtype) -> dict[str, Any]:
         "torch": torch.__version__,
         "taken": datetime.now().isoformat(timespec="seconds"),
     }
-
-
-def cpu_name() -> str:
-    """What the processor calls itself."""
-    listed = Path("/proc/cpuinfo")
-    lines = listed.read_text().splitlines() if listed.exists() else []
-    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor() or platform.machine()
 
 
 def write(reports: Sequence[Report], samples: Sequence[Sequence[Sample]], run: Run) -> Path:

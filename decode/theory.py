@@ -66,6 +66,27 @@ def tau_of_alpha(alpha: float, gamma: int) -> float:
     return gamma + 1.0 if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
 
 
+def pass_ms(weights: float, bandwidth: float, flops: float = float("inf"), nodes: int = 1, width: float = 2.0) -> float:
+    """Milliseconds of one pass over `nodes` tokens on hardware one does not have, from its data sheet alone.
+
+    Every byte of the `weights` is read once, at `bandwidth` bytes a second; each weight of `width` bytes is multiplied
+    and added once for each node, at `flops` operations a second; the slower of the two counts. Context is left out.
+    """
+    return 1000 * max(weights / bandwidth, 2 * nodes * weights / width / flops)
+
+
+def knee(bandwidth: float, flops: float, width: float = 2.0) -> float:
+    """Nodes up to which a pass costs what one node costs: where arithmetic takes as long as reading the weights."""
+    return width * flops / (2 * bandwidth)
+
+
+def speedup_of_alpha(alpha: float, gamma: int, step: float) -> float:
+    """Speed-up of `gamma` guesses, each drafted in `step` plain passes and accepted with probability `alpha`, where
+    checking them costs one pass (Leviathan et al. 2023, theorem 3.8; `step` is the paper's c).
+    """
+    return tau_of_alpha(alpha, gamma) / (gamma * step + 1)
+
+
 def tau_of_rates(rates: Sequence[float]) -> float:
     """Expected tokens of a round where depth k is accepted at `rates[k - 1]` once the depths before were."""
     tau, arrived = 1.0, 1.0

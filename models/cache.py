@@ -23,6 +23,7 @@ class KVCache(Cache):
         self.store: Tensor | None = None  # [L, 2, B, H, capacity, D]
         self.filled: Tensor | None = None  # rows whose prompts are being read
         self.slots = torch.empty(0)  # [B, N] where the nodes of this pass go
+        self.rows = torch.empty(0)  # [B, 1]
         super().__init__(layers=[_Layer(self, index) for index in range(layers)])
 
     def open(self, nodes: int, known: int = 0) -> None:
@@ -34,6 +35,7 @@ class KVCache(Cache):
                 f"the cache holds {self.capacity} tokens a row and this pass needs {self.end}; ask for fewer new tokens or a smaller tree"
             )
         self.aligned = bool((self.lengths == self.lengths[0]).all())
+        self.rows = torch.arange(len(self.lengths), device=self.where)[:, None]
         self.slots = (self.lengths[:, None] + known + torch.arange(nodes)).to(self.where)
 
     def fill(self, rows: Tensor, lengths: Tensor) -> None:
@@ -108,12 +110,11 @@ class _Layer(CacheLayerMixin):
             for store, states in pairs:
                 store[owner.filled, :, :new] = states
             return key_states, value_states
-        rows = torch.arange(len(owner.lengths), device=owner.where)[:, None]
         for store, states in pairs:
             if owner.aligned:
                 store[:, :, owner.end - new : owner.end] = states
             else:
-                store[rows, :, owner.slots] = states.transpose(1, 2)
+                store[owner.rows, :, owner.slots] = states.transpose(1, 2)
         return self.keys[:, :, : owner.end], self.values[:, :, : owner.end]
 
     def get_seq_length(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from models.packed import pack
+from models.packed import declared, pack
 from models.sampling import Voice
 from models.tree import TokenTree
 
@@ -119,7 +119,7 @@ class Drafter(nn.Module):
 
     def ready(self) -> None:
         """Called once before decoding, where packed weights pay: on a CPU."""
-        pack(self)
+        pack(self, declared(self))
 
     def begin(self, rows: int, capacity: int) -> Any:
         """The drafter's own memory of `rows` sequences of up to `capacity` tokens, or None."""

@@ -124,7 +124,8 @@ def grow_dynamic(root: Tensor, ask: Ask, spell: Spell, depth: int, branch: int, 
     """The `nodes` nodes, root included, with the most probable paths among all that were drafted (EAGLE-2, section 4).
 
     At each of `depth` levels the `branch` most probable nodes of the level before grow, by as many children each.
-    A child is never more probable than its parent and is made after it, so a stable sort takes the parent first.
+    A child is never more probable than its parent and is made after it, so a stable sort takes the parent first. The
+    nodes stand in that order: the first n are the tree of n nodes.
     """
     tokens, places, scores = root[:, None], torch.zeros_like(root)[:, None], torch.zeros_like(root).float()[:, None]
     made = torch.zeros_like(tokens)  # [B, F] each growing node's number among all candidates, the root being 0
@@ -142,7 +143,7 @@ def grow_dynamic(root: Tensor, ask: Ask, spell: Spell, depth: int, branch: int, 
         made = count + top.indices
         count += children.shape[1]
     candidates, parents, worth = (torch.cat(part, dim=1) for part in zip(*every, strict=True))
-    chosen = worth.sort(dim=1, descending=True, stable=True).indices[:, : nodes - 1].sort(dim=1).values
+    chosen = worth.sort(dim=1, descending=True, stable=True).indices[:, : nodes - 1]
     number = torch.zeros(len(root), count, dtype=torch.long, device=root.device)
     number.scatter_(1, chosen + 1, torch.arange(1, chosen.shape[1] + 1, device=root.device).expand_as(chosen))
     above = number.gather(1, parents.gather(1, chosen))

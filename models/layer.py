@@ -79,6 +79,8 @@ class Rotary:
 class Attention(nn.Module):
     """Projections of grouped-query attention that reads `width_in` wide inputs, with rotary positions."""
 
+    joined = ("k_proj", "v_proj", "q_proj")  # asked for one input: when packed, one product
+
     def __init__(self, config: LlamaConfig, width_in: int, stretch: float = 1.0):
         super().__init__()
         heads, groups = config.num_attention_heads, cast(int, config.num_key_value_heads)
@@ -104,10 +106,10 @@ class Attention(nn.Module):
     def mixed(self, queries: Tensor, pairs: Pair, seen: Tensor) -> Tensor:
         """[B, Q, D] attention of `queries` over `pairs`, each to where `seen` [B, Q, S] is true."""
         keys, values = pairs
-        out = nn.functional.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=seen[:, None], enable_gqa=True
-        )
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        rows = queries.unflatten(1, (self.groups, -1)).flatten(2, 3)  # heads of a group are rows: keys are read once
+        mask = seen.repeat(1, queries.shape[1] // self.groups, 1)[:, None]
+        out = nn.functional.scaled_dot_product_attention(rows, keys, values, attn_mask=mask)
+        return self.o_proj(out.reshape(queries.shape).transpose(1, 2).flatten(2))
 
     def found_with_own(self, queries: Tensor, pairs: Pair, sight: Sight, own: list[Pair]) -> Tensor:
         """[B, H, Q, C] what `queries` find in `pairs` as `sight` allows and each in its own keys of `own`, [B, G, Q, C].
@@ -129,6 +131,8 @@ class Attention(nn.Module):
 
 class MLP(nn.Module):
     """down(SiLU(gate(x)) * up(x))."""
+
+    joined = ("gate_proj", "up_proj")
 
     def __init__(self, config: LlamaConfig):
         super().__init__()

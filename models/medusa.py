@@ -104,7 +104,8 @@ class Medusa(Drafter):
     def ready(self) -> None:
         super().ready()
         if not len(self.lm_heads):
-            self._packed = PackedLinear(*self._target_rows()).forward  # no submodule, or it would be saved
+            packed = PackedLinear(*self._target_rows())
+            self._packed = lambda states: packed(states)  # no submodule, or it would be saved
 
     def _target_rows(self) -> tuple[Tensor, Tensor | None]:
         """The target's output matrix [V, D] and bias [V], as far as they are drafted; gathered once."""

@@ -21,10 +21,11 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from models.attention import share_keys
 from models.cache import KVCache
 from models.drafter import FeatureBatch, Reading
 from models.ends import Ends
-from models.packed import PackedLinear, pack, packs
+from models.packed import PackedLinear, pack, packs, same_input
 from models.source import Identity, identify
 from models.tree import TokenTree
 
@@ -50,10 +51,26 @@ class Target:
         self._hooks: list[Any] = []
         self._caught: dict[int, Tensor] = {}
         self.product: Callable[[Tensor], Tensor] = model.get_output_embeddings()
+        self.repeats = 1  # of a mask's rows
         if packs(self.device, self.dtype):
-            pack(self.body)
-            self.product = PackedLinear(self.ends.head, self.ends.bias)
+            self._hasten()
         probe(self)
+
+    @torch.inference_mode()
+    def _hasten(self) -> None:
+        """Fewer and larger products from packed weights, and attention that copies no keys; what comes out stays."""
+        ids = torch.arange(3)[None]
+        stock: list[Tensor] = []
+        joined = same_input(self.body, lambda: stock.append(self._run(input_ids=ids, use_cache=False)))
+        pack(self.body, joined)
+        self.product = PackedLinear(self.ends.head, self.ends.bias)
+        self.repeats = share_keys(self.model)
+        apart = differs(self._run(input_ids=ids, use_cache=False), stock[0])
+        if not apart < tolerance(self.dtype):
+            raise ValueError(
+                f"{type(self.model).__name__} answers differently once its linear layers that read one input are joined "
+                f"(relative error {apart:.1e}): it changes that input in place, so it cannot be a target"
+            )
 
     @property
     def context(self) -> int:
@@ -108,7 +125,15 @@ class Target:
         return twin
 
     def cache(self, rows: int, capacity: int) -> KVCache:
-        """Room for `rows` sequences of `capacity` tokens."""
+        """Room for `rows` sequences of `capacity` tokens. Raises ValueError where memory has not that much."""
+        heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
+        width = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+        row, free = 2 * len(self.layers) * heads * width * capacity * self.dtype.itemsize, free_memory(self.device)
+        if rows * row > free:
+            raise ValueError(
+                f"{rows} rows of {capacity:,} tokens need {rows * row / 1e9:.1f} GB for keys and values and {free / 1e9:.1f} GB are free; "
+                f"at most {free // row} rows fit"
+            )
         return KVCache(len(self.layers), rows, capacity, self.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -184,7 +209,8 @@ class Target:
 
         def additive(allowed: Tensor) -> Tensor:
             blank = torch.zeros(allowed.shape, dtype=self.dtype, device=self.device)
-            return blank.masked_fill_(~allowed, torch.finfo(self.dtype).min)[:, None]
+            mask = blank.masked_fill_(~allowed, torch.finfo(self.dtype).min)[:, None]
+            return mask.repeat(1, 1, self.repeats, 1) if self.repeats > 1 else mask
 
         inside = seen if window is None else seen & (distance < window)
         kinds = getattr(self.config, "layer_types", None)
@@ -197,7 +223,7 @@ def load_target(folder: Path, name: str, dtype: str | torch.dtype = "auto", devi
     """The target in `folder`. `dtype` auto is bf16 where the machine computes in it, else fp32; `device` auto is a GPU
     where there is one. `how` goes to `from_pretrained` (device_map, quantization_config, attn_implementation, trust_remote_code).
     """
-    where = torch.device(device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    where = device_of(device)
     kind = resolve_dtype(dtype, where)
     remote = bool(how.get("trust_remote_code"))
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=remote)
@@ -223,6 +249,21 @@ def end_tokens(listed: list[int] | int | None, tokenizer: PreTrainedTokenizerBas
     """The end tokens that a model's configuration lists, and the tokenizer's own."""
     every = [*(listed if isinstance(listed, list) else [listed]), tokenizer.eos_token_id]
     return frozenset(token for token in every if token is not None)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that `device` can still give; where the system does not say, no end of them."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    listed = Path("/proc/meminfo")
+    lines = listed.read_text().splitlines() if listed.exists() else []
+    told = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
+    return told[0] if told else 1 << 62
+
+
+def device_of(name: str) -> torch.device:
+    """The device called `name`; auto is a GPU where there is one."""
+    return torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
@@ -316,9 +357,18 @@ def probe(target: Target) -> None:
         for path in ([0, 1, 3], [0, 2]):
             text = torch.cat([ids[row, : lengths[row]], ids[row, 5:][path]])[None].to(target.device)
             plain = target.model(input_ids=text, use_cache=False).logits[0, -len(path) :].float()
-            apart = ((logits[row, path].float() - plain).norm() / plain.norm()).item()
-            if not apart < (1e-3 if target.dtype in (torch.float32, torch.float64) else 0.1):
+            if not (apart := differs(logits[row, path], plain)) < tolerance(target.dtype):
                 raise ValueError(
                     f"{type(target.model).__name__} reads a tree differently from plain text (relative error {apart:.1e}), so its answers "
                     f"would change; it cannot be a target"
                 )
+
+
+def differs(ours: Tensor, theirs: Tensor) -> float:
+    """How far `ours` is from `theirs`, relative to how large that is."""
+    return float((ours.float() - theirs.float()).norm() / theirs.float().norm())
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """The relative difference that rounding alone may make in a whole pass."""
+    return 1e-3 if dtype in (torch.float32, torch.float64) else 0.1

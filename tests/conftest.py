@@ -3,7 +3,7 @@
 import functools
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +97,19 @@ class Notes:
 
     def error(self, kind: str, value: float) -> float:
         """Remember the largest error of its kind, and how many there were."""
-        count, most = self.worst.get(kind, (0, 0.0))
-        self.worst[kind] = (count + 1, max(most, value))
+        self._count(kind, 1, value)
         return value
+
+    def add(self, other: dict[str, Any]) -> None:
+        """Take in what another process noted, its fields as a dictionary."""
+        for kind, (count, most) in other["worst"].items():
+            self._count(kind, count, most)
+        self.lines += other["lines"]
+        self.equal += other["equal"]
+
+    def _count(self, kind: str, count: int, value: float) -> None:
+        before, most = self.worst.get(kind, (0, 0.0))
+        self.worst[kind] = (before + count, max(most, value))
 
 
 NOTES = pytest.StashKey[Notes]()
@@ -107,6 +117,19 @@ NOTES = pytest.StashKey[Notes]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[NOTES] = Notes()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hand what was noted to the process that prints it, where this is one of several that share the tests."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["notes"] = asdict(session.config.stash[NOTES])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Take in what such a process noted, if it lived to hand it over."""
+    if hasattr(node, "workeroutput"):
+        node.config.stash[NOTES].add(node.workeroutput["notes"])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -88,6 +88,14 @@ def test_a_dynamic_tree_has_the_most_probable_paths(budget):
     assert tree.valid.all()
 
 
+def test_the_first_nodes_of_a_dynamic_tree_are_the_smaller_tree():
+    large = grow(torch.tensor([1, 2]), Oracle(rows=2), VOCABULARY, Budget((), 20, 4, 4), Voice())
+    for nodes in (2, 5, 11):
+        small = grow(torch.tensor([1, 2]), Oracle(rows=2), VOCABULARY, Budget((), nodes, 4, 4), Voice())
+        assert torch.equal(small.tokens, large.tokens[:, :nodes])
+        assert torch.equal(small.parents, large.parents[:, :nodes])
+
+
 def test_where_all_paths_are_equally_likely_parents_still_come_first():
     tree = grow_dynamic(torch.tensor([1]), Oracle(1, flat=True), VOCABULARY.to_target, depth=4, branch=3, nodes=6)
     assert tree.tokens.shape == (1, 6)

@@ -22,6 +22,7 @@ DOORS = {
     "decode/measure.py",
     "decode/arms.py",
     "decode/opening.py",
+    "decode/tune.py",
 }  # these also read the configuration
 FILES = [file for package in (*PACKAGES, "scripts") for file in sorted((ROOT / package).rglob("*.py"))]
 TREES = {file.relative_to(ROOT).as_posix(): ast.parse(file.read_text()) for file in FILES}

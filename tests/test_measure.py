@@ -11,12 +11,14 @@ import torch
 
 from conf.schema import Accept, Decode, Proposal
 from conftest import bench_prompts
-from decode.arms import Arm, arm_of, budget_for
+from decode.arms import Arm, arm_of, arms_of, budget_for, holds_for
+from decode.choice import CHAIN, PLAIN, TREE, Choice, Option, keep, recall
 from decode.engine import generate
 from decode.measure import check, measure, settings
 from decode.opening import find_beside, find_drafter, open_drafter, open_target
 from decode.prompts import conversations
 from decode.report import Report
+from decode.tune import tune
 from models.drafter import Budget, Plain
 from models.shelf import Card, read_card, write_card
 from models.tree import chain, ordered_paths, published_trees
@@ -88,6 +90,56 @@ def test_the_report_is_written_and_says_what_it_was_taken_with(loop):
     assert taken["cpu"]
 
 
+TUNE = ("tune.rows=[1,3]", "tune.contexts=[20]", "tune.nodes=6", "tune.prompts=2", "tune.tokens=12")
+
+
+def test_what_is_tuned_is_decoded(loop, capsys):
+    """The command measures, prints and keeps one choice for each batch; what is chosen is what run.py proposes."""
+    run = composed(*EXACT, *TUNE, f"trained={loop.out}", "decode.depth=3", "decode.tree=tuned", "decode.longest=40")
+    with pytest.raises(ValueError, match=r"nothing was tuned for tiny on this machine; run python -m decode\.tune"):
+        arms_of(run)
+    tune(run)
+    shown = capsys.readouterr().out
+    assert shown.count("ms of reading n nodes: 1: ") == 2
+    assert "batch 1, context 20: " in shown
+    assert "batch 3, context 20: " in shown
+    arm = arms_of(changed(composed(*EXACT, f"trained={loop.out}"), "decode.tree", "auto"))[0]
+    made = recall("tiny", holds_for(run, arm), rows=3, context=20)
+    assert (made.rows, made.context) == (3, 20)
+    assert made.speedup >= 1
+
+    def tuned(option: Option) -> Budget:
+        keep("tiny", holds_for(run, arm), [], [Choice(1, 20, option, 2.0, 1.5, 30.0)])
+        return arms_of(run)[0].budget
+
+    assert tuned(Option(CHAIN, 3, 2)).paths == ((0,), (0, 0))
+    best = [tuple(path) for path in read_card(loop.out).tree[:3]]
+    assert tuned(Option(TREE, 4, 2)).paths == tuple(ordered_paths(best))
+    with pytest.raises(ValueError, match=r"no tree of tiny pays on this machine, so plain decoding was chosen"):
+        tuned(Option(PLAIN, 1, 0))
+    with pytest.raises(ValueError, match="was measured with target tiny, and here it is huge: a curve of other"):
+        arms_of(changed(run, "target.name", "huge"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "sentence"),
+    [
+        ("tune.rows", [], "tune.rows=[] measures nothing; name numbers of at least 1"),
+        ("tune.contexts", [0], "tune.contexts=[0] measures nothing; name numbers of at least 1"),
+        ("tune.nodes", 1, "tune.nodes=1 measures nothing; give at least 2"),
+        ("decode.temperature", 0.5, "decode.tune measures greedy acceptance; leave decode.temperature at 0"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused_before_weights_load(setting, value, sentence):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        tune(changed(composed(), setting, value))
+
+
+def test_contexts_beyond_the_targets_are_refused():
+    with pytest.raises(ValueError, match=r"tune.contexts=\[9999\] and a tree of 16 exceed the \d+ tokens of tiny"):
+        tune(composed("drafter=ngram", "tune.contexts=[9999]"))
+
+
 def test_the_raw_log_gives_the_written_figures_and_the_explanation_is_printed(loop, tmp_path, capsys):
     how = ["decode.rows=3", "decode.trace=true", "decode.explain=true", f"decode.beside=[{loop.out}]"]
     report = measure(composed(*EXACT, f"trained={loop.out}", *how, f"decode.out={tmp_path}/here"))
@@ -141,7 +193,7 @@ def test_a_drafter_of_another_target_is_refused_before_weights_load(loop, monkey
 REFUSED = [
     ("bench", ["nope"], "there is no benchmark 'nope'; use gsm8k, humaneval, math_reasoning, mbpp, mt_bench, qa"),
     ("bench", [], "decode.bench is empty"),
-    ("tree", "bush", "decode.tree=bush; use auto, chain, dynamic, or a list of paths such as [[0],"),
+    ("tree", "bush", "decode.tree=bush; use auto, chain, dynamic, tuned, or a list of paths such as [[0],"),
     ("tree", [], "decode.tree=[]; use auto"),
     ("tree", [0, 1], "decode.tree=[0, 1]; use auto"),
     ("tree", [[0], [1, 0]], "the tree lists [1, 0] without its parent [1]"),

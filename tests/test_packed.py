@@ -4,18 +4,20 @@ import pytest
 import torch
 from torch import nn
 
-from models.packed import PackedLinear, pack, packs
+from models.packed import PackedLinear, Part, pack, packs, same_input
 
 pytestmark = pytest.mark.skipif(not packs(torch.device("cpu"), torch.float32), reason="oneDNN is not available")
 
 
 @pytest.mark.parametrize("rows", [1, 7, 8, 40])
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("out", [17, 40], ids=["narrow", "wide"])
 @torch.inference_mode()
-def test_a_packed_layer_equals_the_plain_one(rows: int, bias: bool) -> None:
-    linear = nn.Linear(24, 17, bias=bias)
-    states = torch.randn(2, rows, 24)
-    torch.testing.assert_close(PackedLinear(linear.weight, linear.bias)(states), linear(states))
+def test_a_packed_layer_equals_the_plain_one(rows: int, bias: bool, out: int) -> None:
+    linear = nn.Linear(24, out, bias=bias)
+    for batch in (1, 2):
+        states = torch.randn(batch, rows, 24)
+        torch.testing.assert_close(PackedLinear(linear.weight, linear.bias)(states), linear(states))
 
 
 def test_packing_replaces_every_linear_layer_and_nothing_else() -> None:
@@ -29,3 +31,44 @@ def test_packing_replaces_every_linear_layer_and_nothing_else() -> None:
         nn.LayerNorm,
         PackedLinear,
     ]
+
+
+class Reader(nn.Module):
+    """Two layers that read one input, one of them without a bias, and two that read others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 9), nn.Linear(6, 4, bias=False)
+        self.apart, self.twice = nn.Linear(9, 5), nn.Linear(6, 6)
+        self.skip = False
+
+    def forward(self, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        states = self.twice(self.twice(states))
+        left = self.left(states)
+        return left, left if self.skip else self.right(states), self.apart(left)
+
+
+@torch.inference_mode()
+def test_layers_that_read_one_input_become_one_product_and_say_what_they_said() -> None:
+    reader, states = Reader(), torch.randn(2, 3, 6)
+    said = reader(states)
+    joined = same_input(reader, lambda: reader(states))
+    assert joined == [[reader.left, reader.right]]
+    pack(reader, joined)
+    assert [type(child) for child in reader.children()] == [Part, Part, PackedLinear, PackedLinear]
+    for batch in (states, states[:1, :1]):
+        expected = [part[: len(batch), : batch.shape[1]] for part in said]
+        torch.testing.assert_close(list(reader(batch)), expected)
+
+
+@torch.inference_mode()
+def test_a_joined_layer_never_takes_what_was_made_of_an_input_that_changed_since() -> None:
+    """Somebody reuses the tensor that the first layer read, after a pass in which the second was not asked."""
+    reader, states = Reader(), torch.randn(1, 2, 6)
+    reader.twice = nn.Identity()  # type: ignore[assignment]
+    pack(reader, [[reader.left, reader.right]])
+    first = reader(states)[1].clone()
+    reader.skip = True
+    reader(states)
+    reader.skip = False
+    torch.testing.assert_close(reader(states.mul_(2))[1], 2 * first)

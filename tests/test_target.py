@@ -266,3 +266,40 @@ def test_bf16_decoding_of_a_tree_stays_near_fp32(llama: Family) -> None:
 def test_an_unknown_precision_is_refused() -> None:
     with pytest.raises(ValueError, match="dtype=int3 is unknown; use auto, bf16, fp32, fp16, fp64"):
         resolve_dtype("int3", torch.device("cpu"))
+
+
+def test_a_tree_reads_every_key_once_for_all_the_heads_that_share_it(
+    llama: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers' own way is not taken, and its text is (the other tests here)."""
+    shapes: list[tuple[torch.Size, torch.Size]] = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def noted(query: torch.Tensor, key: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:
+        shapes.append((query.shape, key.shape))
+        return attend(query, key, *args, **how)
+
+    cache = llama.target.cache(1, 12)
+    llama.target.prefill(torch.tensor([PROMPTS[1]]), torch.tensor([5]), cache)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    llama.target.read(TokenTree.chains(torch.tensor([[8, 9, 10]])), cache)
+    assert shapes == [((1, 2, 2 * 3, 8), (1, 2, 8, 8))] * 3
+
+
+def test_a_batch_beyond_memory_is_refused_with_the_size_that_fits(llama: Family) -> None:
+    with pytest.raises(ValueError, match=r"10000000000 rows of 100 tokens need .* GB for keys .* at most \d+ rows fit"):
+        llama.target.cache(10**10, 100)
+
+
+def test_a_model_that_changes_what_its_layers_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Joined to one product, both layers would see what only the first is to see."""
+
+    def forward(mlp: Any, states: torch.Tensor) -> torch.Tensor:
+        gate = mlp.act_fn(mlp.gate_proj(states))
+        return mlp.down_proj(gate * mlp.up_proj(states.mul_(3)))
+
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP.forward", forward)
+    with pytest.raises(
+        ValueError, match=r"LlamaForCausalLM answers differently once its linear layers .* changes that"
+    ):
+        tiny_target("llama")

@@ -8,7 +8,16 @@ import pytest
 from decode.cost import Cost
 from decode.explain import choices, explain, losses
 from decode.figures import Depth, by_node, depths, steps_of
-from decode.theory import Facts, pooled_alpha, predictions, tau_of_alpha, tau_of_rates
+from decode.theory import (
+    Facts,
+    knee,
+    pass_ms,
+    pooled_alpha,
+    predictions,
+    speedup_of_alpha,
+    tau_of_alpha,
+    tau_of_rates,
+)
 from samples import drafted
 
 FACTS = Facts(
@@ -30,6 +39,20 @@ def test_one_alpha_by_hand():
     assert tau_of_alpha(1.0, 5) == 6.0
     assert pooled_alpha(FACTS.depths) == pytest.approx((60 + 20) / 140)
     assert pooled_alpha([]) == 0.0
+
+
+def test_hardware_one_does_not_have_by_hand():
+    """70 billion parameters in two bytes each, at 3.35 TB/s and 989 TFLOP/s."""
+    once = pass_ms(140e9, 3.35e12, 989e12)
+    assert once == pytest.approx(41.8, abs=0.05)
+    assert tau_of_alpha(0.8, 5) == pytest.approx(3.69, abs=0.005)
+    assert once * (1 + 5 * 0.014) / tau_of_alpha(0.8, 5) == pytest.approx(12.1, abs=0.05)
+    assert speedup_of_alpha(0.8, 5, 0.014) == pytest.approx(3.45, abs=0.005)
+    assert speedup_of_alpha(0.3, 5, 0.1) == pytest.approx(0.95, abs=0.005)
+    flat = knee(3.35e12, 989e12)
+    assert flat == pytest.approx(295, abs=0.5)
+    assert pass_ms(140e9, 3.35e12, 989e12, nodes=295) == once
+    assert pass_ms(140e9, 3.35e12, 989e12, nodes=590) == pytest.approx(2 * once, rel=0.01)
 
 
 def test_rates_by_hand():

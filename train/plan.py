@@ -30,7 +30,7 @@ from train.trainee import Trainee, apply
 
 ORDER = (Kind.ddp, Kind.zero1, Kind.zero2, Kind.fsdp2, Kind.zero3)  # the simplest first
 SLACK = 0.95  # of a device's memory that a run may fill
-PROBE = 1e12  # floating-point operations that the probe may cost
+PROBE = 3e11  # floating-point operations that a pass of the probe may cost: seconds
 FP32 = 4
 
 
@@ -229,12 +229,9 @@ def probe(
     """Run a step of a drafter of this shape on random features; None where it would take too long or too much memory."""
     trained = sum(parameter.numel() for parameter in outline.parameters())
     ends_size = 2 * shape.head.numel()
-    rows = run.optim.batch
-    if (
-        device.type != "cpu"
-        or 6 * trained * rows * tokens > PROBE
-        or 4 * (2 * trained + ends_size) > psutil.virtual_memory().available / 2
-    ):
+    depths = len(outline.counts(torch.ones(1, 64, dtype=torch.bool), torch.zeros(1, 64, dtype=torch.long)))
+    rows = min(run.optim.batch, int(PROBE / (6 * trained * depths * tokens + 1)))
+    if device.type != "cpu" or not rows or 4 * (2 * trained + ends_size) > psutil.virtual_memory().available / 2:
         return None
     ends = Ends(torch.zeros(shape.head.shape), torch.randn(shape.head.shape) * 0.02, None, config)
     drafter: Drafter = instantiate(run.drafter, _partial_=True)(ends)
@@ -245,7 +242,7 @@ def probe(
     before, began = peak_from_here(), time.perf_counter()
     trainee(batch).total.backward()
     seconds = time.perf_counter() - began
-    return Probed(max(peak() - before, 0.0), seconds / (rows * tokens), second_per_flop())
+    return Probed(max(peak() - before, 0.0) * run.optim.batch / rows, seconds / (rows * tokens), second_per_flop())
 
 
 def invented(rows: int, tokens: int, ends: Ends, taps: int) -> FeatureBatch:
