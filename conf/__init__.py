@@ -78,6 +78,18 @@ def command(job: str) -> Callable[[], None]:
     return hydra.main(version_base="1.3", config_path="pkg://conf", config_name="run")(door)
 
 
+def named(job: str) -> Callable[[], None]:
+    """The command line of a job whose first word may be a drafter's folder or Hub name, short for trained=."""
+
+    def door() -> None:
+        sys.argv[1:2] = [
+            f"trained={word}" if word[0] not in "-+~" and "=" not in word else word for word in sys.argv[1:2]
+        ]
+        command(job)()
+
+    return door
+
+
 def _fail(sentence: str, error: Exception) -> NoReturn:
     if "HYDRA_FULL_ERROR" in os.environ:
         raise error

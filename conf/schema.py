@@ -251,5 +251,10 @@ class Run:
     init_from: str | None = None  # train on from this drafter of the same family: a conf, folder or Hub name
     peft: Peft | None = None  # conf/peft/lora.yaml: only an adapter is trained
     trained: str | None = None  # a drafter to measure: folder or Hub name; null: that of `out`, else the shipped one
+    allow_pickle: bool = False  # for outrider-convert: read *.bin and *.pt that hold nothing but tensors
+    layout: str | None = None  # for outrider-export and outrider-convert: vllm, sglang, speculators, eagle or medusa
+    hub: str | None = None  # for outrider-export and outrider-upload: the repository owner/name that gets the export
+    report: str | None = None  # of a measurement, a file or folder: its figures stand on the model card
+    dry_run: bool = False  # write the model card and say what would be uploaded
     show: int = 3  # conversations that `python -m train.data` prints
     conf_name: str = "${hydra:runtime.choices.conf}"

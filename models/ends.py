@@ -49,8 +49,11 @@ class Ends:
         return cls(embedding, cast(Tensor, head.weight), bias, model.config.get_text_config(decoder=True))
 
     @classmethod
-    def load(cls, folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> "Ends":
-        """The ends alone, read by name from the safetensors shards in `folder`; a tied head is the embedding."""
+    def load(cls, folder: Path, dtype: torch.dtype | None = torch.float32, device: str = "cpu") -> "Ends":
+        """The ends alone, read by name from the safetensors shards in `folder`; a tied head is the embedding.
+
+        Without `dtype` they keep the precision they are stored in.
+        """
         config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config)
@@ -69,7 +72,8 @@ class Ends:
 
         def read(tensor: str) -> Tensor:
             with opened(shards[tensor], device) as file:
-                return file.get_tensor(tensor).to(dtype)
+                found: Tensor = file.get_tensor(tensor)
+                return found if dtype is None else found.to(dtype)
 
         weight = read(embedding)
         bias = read(f"{head}.bias") if f"{head}.bias" in shards else None

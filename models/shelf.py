@@ -5,7 +5,7 @@ import importlib
 import inspect
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,29 +47,31 @@ class Card:
 
 
 def save_drafter(drafter: Drafter, card: Card, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write both files beside their names and rename; the card comes last, so a folder with a card is whole.
+    """Keep `drafter` in `folder`, its weights as `dtype`; where the card tells of an adapter, its matrices alone."""
+    state = thin(drafter) if card.adapter else drafter.state_dict()
+    keep({name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}, card, folder)
 
-    Where the card tells of an adapter, its matrices alone are written.
-    """
+
+def keep(tensors: Mapping[str, Tensor], card: Card, folder: Path) -> None:
+    """Write both files beside their names and rename; the card comes last, so a folder with a card is whole."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        name: (value.to(dtype) if value.is_floating_point() else value).contiguous().cpu()
-        for name, value in (thin(drafter) if card.adapter else drafter.state_dict()).items()
-    }
     name, other = (ADAPTER, WEIGHTS) if card.adapter else (WEIGHTS, ADAPTER)
     weights, text = folder / f".{name}.part", folder / f".{CARD}.part"
-    weights.write_bytes(
-        save(tensors, metadata={"format": "pt"})
-    )  # save_file would leave it readable to its owner alone
+    weights.write_bytes(packed(tensors))
     text.write_text(yaml.safe_dump(asdict(card), sort_keys=False, default_flow_style=None, width=110))
     weights.rename(folder / name)
     text.rename(folder / CARD)
     (folder / other).unlink(missing_ok=True)
 
 
-def read_card(folder: Path) -> Card:
+def packed(tensors: Mapping[str, Tensor]) -> bytes:
+    """`tensors` as a safetensors file; save_file would leave one readable to its owner alone."""
+    return save({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, metadata={"format": "pt"})
+
+
+def read_card(folder: Path, name: str = CARD) -> Card:
     """The card of the drafter in `folder`. Raises ValueError where there is none that this version reads."""
-    file = folder / CARD
+    file = folder / name
     if not file.exists():
         pickles = [found.name for pattern in ("*.bin", "*.pt", "*.pth") for found in folder.glob(pattern)]
         held = f"; {pickles[0]} there is a pickle, which Outrider does not open" if pickles else ""
@@ -203,16 +205,9 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 def load_weights(drafter: Drafter, file: Path) -> None:
     """Fill `drafter` from the safetensors `file`, strictly."""
     tensors = read_tensors(file)
-    wanted = drafter.state_dict()
-    wrong = [f"{name} is missing" for name in wanted.keys() - tensors.keys()]
-    wrong += [f"{name} is not part of this drafter" for name in tensors.keys() - wanted.keys()]
-    wrong += [
-        f"{name} has shape {list(tensors[name].shape)} instead of {list(wanted[name].shape)}"
-        for name in wanted.keys() & tensors.keys()
-        if tensors[name].shape != wanted[name].shape
-    ]
+    wrong = misfits(tensors, {name: value.shape for name, value in drafter.state_dict().items()})
     if wrong:
-        raise ValueError(f"{file} does not fit its {CARD}: {'; '.join(sorted(wrong))}")
+        raise ValueError(f"{file} does not fit its {CARD}: {'; '.join(wrong)}")
     drafter.load_state_dict(tensors)
     for part in drafter.modules():
         if isinstance(part, DraftVocabulary):
@@ -220,6 +215,18 @@ def load_weights(drafter: Drafter, file: Path) -> None:
                 part.check()
             except ValueError as error:
                 raise ValueError(f"{file}: {error}") from None
+
+
+def misfits(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> list[str]:
+    """What is wrong with `tensors` where there should be the names of `shapes`, each of its shape."""
+    wrong = [f"{name} is missing" for name in shapes.keys() - tensors.keys()]
+    wrong += [f"{name} is not part of this drafter" for name in tensors.keys() - shapes.keys()]
+    wrong += [
+        f"{name} has shape {list(tensors[name].shape)} instead of {list(shapes[name])}"
+        for name in shapes.keys() & tensors.keys()
+        if tensors[name].shape != shapes[name]
+    ]
+    return sorted(wrong)
 
 
 def make_folder(folder: Path) -> None:

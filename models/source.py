@@ -56,12 +56,20 @@ def from_hub(name: str, revision: str | None = None, kind: str = "target", allow
     Where it holds pickles only and `allow_pickle` is set, they are read with weights_only=True and kept as safetensors.
     Raises ValueError with the way out where the Hub does not give it.
     """
-    folder = Path(name) if Path(name).is_dir() else _snapshot(name, revision, kind, WANTED + ["*.bin"] * allow_pickle)
+    folder = fetched(name, revision, kind, allow_pickle)
     if list(folder.glob("*.safetensors")) or not allow_pickle:
         return folder
     return made_once(
         f"{name.strip('/.').replace('/', '--')}-{folder.name[:12]}", lambda fresh: _convert_pickles(folder, fresh)
     )
+
+
+def fetched(name: str, revision: str | None = None, kind: str = "target", pickles: bool = False) -> Path:
+    """The folder of `name`, a local one or the Hub's snapshot; owner/name@revision pins one too."""
+    if Path(name).is_dir():
+        return Path(name)
+    name, _, pinned = name.partition("@")
+    return _snapshot(name, revision or pinned or None, kind, WANTED + ["*.bin", "*.pt"] * pickles)
 
 
 def _snapshot(name: str, revision: str | None, kind: str, wanted: list[str]) -> Path:

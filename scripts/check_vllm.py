@@ -1,0 +1,109 @@
+"""What our decoder writes and counts in chain mode, for scripts/check_vllm.sh to compare with vLLM's.
+
+`python scripts/check_vllm.py conf=NAME check=FOLDER`: exports the drafter into FOLDER in every layout of its that vLLM reads,
+decodes the prompts, and leaves expected.json there. `--compare FOLDER` then lays what vLLM left beside it.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from conf import command
+from conf.schema import Run
+from decode.engine import Generation, generate
+from decode.opening import open_drafter, open_target, open_tokenizer, target_folder
+from decode.prompts import choose
+from models.drafter import Budget, Plain
+from models.layouts import LAYOUTS
+from models.shelf import read_card
+from models.tree import chain
+from train.export import export, guesses, trained
+
+TOKENS = 64
+ROWS = 5  # side by side, to save time; each is decoded as if alone
+COUNTERS = ("drafts", "drafted", "accepted", "per_position")
+
+
+def expect(run: Run) -> None:
+    """Export, decode, and write down the texts and the counters. CHECK_VLLM names the folder, CHECK_PROMPTS how many a set."""
+    home, card = Path(os.environ["CHECK_VLLM"]), read_card(trained(run))
+    for layout in LAYOUTS:
+        if layout.family == card.family and layout.method and (layout.name in os.environ["CHECK_LAYOUTS"].split(",")):
+            run.layout, run.out = layout.name, str(home / layout.name)
+            export(run)
+    depth = run.decode.depth = guesses(card)
+    prompts = chosen(run, int(os.environ["CHECK_PROMPTS"]))
+    run.target.dtype = "fp32"
+    target = open_target(run.target)
+    target.tokenizer.eos_token = None  # the end token is ignored
+    assert target.model.generation_config is not None
+    target.model.generation_config.eos_token_id = None
+    plain = [one.tokens for one in generate(target, Plain(), prompts, TOKENS, Budget(nodes=1), rows=ROWS).generations]
+    drafter = open_drafter(trained(run), card, target)
+    # decoded further than the limit, so that the round which passes it counts whole
+    drafted = generate(
+        target, drafter, prompts, TOKENS + depth, Budget(tuple(chain(depth)), depth + 1, depth), rows=ROWS
+    )
+    found = {
+        "target": str(target_folder(run.target)),
+        "depth": depth,
+        "tokens": TOKENS,
+        "prompts": prompts,
+        "texts": plain,
+        "equal": [one.tokens[:TOKENS] for one in drafted.generations] == plain,
+        "counters": counted(drafted.generations, depth),
+    }
+    (home / "expected.json").write_text(json.dumps(found))
+
+
+def chosen(run: Run, count: int) -> list[list[int]]:
+    """`count` prompts, as evenly from the protocol's sets as they go."""
+    sets = run.decode.bench
+    found = choose(sets, open_tokenizer(run.target), -(-count // len(sets)), run.decode.longest)
+    return [dialogue.prompt() for dialogues in zip(*found.values(), strict=True) for dialogue in dialogues][:count]
+
+
+def counted(generations: list[Generation], depth: int) -> dict[str, Any]:
+    """vLLM's counters: every round that began before the limit, the last one whole."""
+    paths = []
+    for one in generations:
+        written = 1
+        for step in one.steps:
+            if written >= TOKENS:
+                break
+            paths.append(len(step.path))
+            written += step.committed
+    by_depth = [sum(path > place for path in paths) for place in range(depth)]
+    return dict(zip(COUNTERS, (len(paths), depth * len(paths), sum(paths), by_depth), strict=True))
+
+
+def compare(home: Path) -> int:
+    """Print both rows for every layout that was served; 1 where anything differs."""
+    ours, wrong = json.loads((home / "expected.json").read_text()), 0
+    print(
+        f"{len(ours['prompts'])} prompts, {TOKENS} tokens, chains of {ours['depth']}, fp32, greedy, one sequence at a time"
+    )
+    print(f"{'':24} text     " + " ".join(f"{name:>12}" for name in COUNTERS))
+    print(row("ours", ours["equal"], ours["counters"]))
+    for file in sorted(home.glob("served_*.json")):
+        theirs = json.loads(file.read_text())
+        same = theirs["texts"] == ours["texts"]
+        print(row(f"vLLM {theirs['version']}, {file.stem.removeprefix('served_')}", same, theirs["counters"]))
+        wrong += not (same and ours["equal"] and theirs["counters"] == ours["counters"])
+    print("they are the same" if not wrong else f"error: {wrong} of them differ")
+    return int(bool(wrong))
+
+
+def row(name: str, same: bool, counters: dict[str, Any]) -> str:
+    """One line of the table; the text is compared with the target's own."""
+    return f"{name:24} {'equal' if same else 'DIFFERS':8} " + " ".join(f"{counters[key]!s:>12}" for key in COUNTERS)
+
+
+main = command("check_vllm:expect")
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--compare"]:
+        sys.exit(compare(Path(sys.argv[2])))
+    main()
