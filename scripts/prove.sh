@@ -5,5 +5,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
-.venv/bin/python -m pytest -m exact --durations=5 "$@"
+OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist worksteal -m exact --durations=5 "$@"
 echo "all proofs hold (run time above): the distributions are the target's, and every planted fault was caught"

@@ -331,7 +331,7 @@ def test_every_shipped_set_is_in_the_notice_with_a_licence_text_that_ships():
     assert [file.name for file in files if file.name not in section] == []
     texts = {file.name for file in (SHIPPED / "licenses").iterdir()}
     assert set(re.findall(r"[\w.-]+\.txt", section)) == texts
-    domains = notice[notice.index("4. Domain prompts") :]
+    domains = notice[notice.index("5. Domain prompts") :]
     assert {file.name for file in (ROOT / "train/domain").glob("*.jsonl.gz")} == set(
         re.findall(r"[\w.-]+\.jsonl\.gz", domains)
     )

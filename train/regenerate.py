@@ -221,10 +221,8 @@ def regenerate(speaker: Speaker, tokenizer: PreTrainedTokenizerBase, rows: list[
         )
     try:
         write_rows(out, (talk.written() for talk in talks))
-    except OSError as error:
-        raise ValueError(
-            f"{out} cannot be written ({error.strerror}); all answers stay in {kept.file}: make room, then start the same command again"
-        ) from None
+    except ValueError as error:
+        raise ValueError(f"{error}; all answers stay in {kept.file}, and the same command goes on") from None
     kept.file.unlink()
     return len(talks)
 
