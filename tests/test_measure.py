@@ -191,7 +191,11 @@ def test_a_drafter_of_another_target_is_refused_before_weights_load(loop, monkey
 
 
 REFUSED = [
-    ("bench", ["nope"], "there is no benchmark 'nope'; use banking, gsm8k, humaneval, math_reasoning, mbpp, medical, mt_bench, qa"),
+    (
+        "bench",
+        ["nope"],
+        "there is no benchmark 'nope'; use banking, gsm8k, humaneval, math_reasoning, mbpp, medical, mt_bench, qa",
+    ),
     ("bench", [], "decode.bench is empty"),
     ("tree", "bush", "decode.tree=bush; use auto, chain, dynamic, tuned, or a list of paths such as [[0],"),
     ("tree", [], "decode.tree=[]; use auto"),
