@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from models.cache import KVCache
-from models.drafter import Budget, Committed, Drafter, FeatureBatch, Loss, asked
+from models.drafter import Budget, Committed, Drafter, FeatureBatch, Loss, counted
 from models.ends import Ends
 from models.growth import grow
 from models.losses import first_depth
@@ -39,7 +39,7 @@ class DraftModel(Drafter):
 
     def counts(self, loss_mask: Tensor, document: Tensor) -> Tensor:
         """[1] positions at which its first guess is asked."""
-        return torch.stack([where.sum() for where in asked(loss_mask, document, 1)])
+        return counted(loss_mask, document, 1)
 
     def training_loss(self, batch: FeatureBatch) -> Loss:
         """What its first guess is worth on `batch`; there is nothing to train."""

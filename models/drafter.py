@@ -148,6 +148,11 @@ def asked(loss_mask: Tensor, document: Tensor, depths: int) -> Iterator[Tensor]:
         yield run
 
 
+def counted(loss_mask: Tensor, document: Tensor, depths: int) -> Tensor:
+    """[K] how many positions `asked` marks at each depth."""
+    return torch.stack([where.sum() for where in asked(loss_mask, document, depths)])
+
+
 class Plain(Drafter):
     """Proposes nothing: the round is plain decoding, in the same loop and on the same clock."""
 

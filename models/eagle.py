@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import smooth_l1_loss
 
-from models.drafter import Committed, FeatureBatch, Loss, ahead, asked
+from models.drafter import Committed, FeatureBatch, Loss, ahead, counted
 from models.ends import Ends, FrozenHead
 from models.fused import check_reach
 from models.layer import Layer, PlainLayer, layer_config
@@ -50,7 +50,7 @@ class Eagle(FeatureDrafter):
         config = layer_config(ends.config, ends.width)
         self.fc = nn.Linear(2 * ends.width, ends.width, bias=fc_bias)
         self.layers = nn.ModuleList([PlainLayer(config, stretch, normed=False)])
-        self.head = FrozenHead(ends)
+        self.head = FrozenHead(ends, self.vocabulary)
 
     @property
     def stack(self) -> Sequence[Layer]:
@@ -66,10 +66,11 @@ class Eagle(FeatureDrafter):
     def learn_vocabulary(self, counts: Tensor) -> None:
         """Draft only the tokens that the target said most."""
         self.vocabulary.learn(counts)
+        self.head.forget()
 
     def ready(self) -> None:
         super().ready()
-        self.head.pack(self.vocabulary.ids)
+        self.head.pack()
 
     def known(self, committed: Committed) -> Tensor:
         return committed.hidden
@@ -82,20 +83,25 @@ class Eagle(FeatureDrafter):
         return state
 
     def says(self, state: Tensor) -> Tensor:
-        return self.head(state, self.vocabulary.ids)
+        return self.head(state)
 
     def counts(self, loss_mask: Tensor, document: Tensor) -> Tensor:
         """[1] positions at which a state is foretold."""
-        return torch.stack([where.sum() for where in asked(loss_mask, document, 1)])
+        return counted(loss_mask, document, 1)
 
     def training_loss(self, batch: FeatureBatch) -> Loss:
         """Every state that says a token of the target's, foretold from the true states before it."""
         questions = Questions.of(batch, 1)
         ((row, at),) = questions.places
         foretold = self.foretold(batch, questions)
-        head, finish = self.head.rows(self.vocabulary.ids), self.ends.finish
         crossed = self.objective.loss(
-            batch, questions, [foretold], Head(*head, finish), self.ends, self.vocabulary, measure=not self.training
+            batch,
+            questions,
+            [foretold],
+            Head(*self.head.rows, self.ends.finish),
+            self.ends,
+            self.vocabulary,
+            measure=not self.training,
         )
         true = batch.last_hidden[row, at + 1].float()
         apart = smooth_l1_loss(foretold.float(), true, reduction="none").mean(-1).sum()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from models.drafter import FeatureBatch, Loss, ahead, asked
+from models.drafter import FeatureBatch, Loss, ahead, counted
 from models.ends import Ends
 from models.fused import PLACES, Fused
 from models.layer import Pair, PlainLayer
@@ -101,7 +101,7 @@ class Eagle3(Fused):
 
     def counts(self, loss_mask: Tensor, document: Tensor) -> Tensor:
         """[K] positions at which each step is asked."""
-        return torch.stack([where.sum() for where in asked(loss_mask, document, self.steps)])
+        return counted(loss_mask, document, self.steps)
 
     def fed(self, state: Tensor) -> Tensor:
         return self.norm(state) if self.feedback == "after_norm" else state

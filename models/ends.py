@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from models.packed import PackedLinear
+from models.vocabulary import DraftVocabulary
 
 if TYPE_CHECKING:
     from models.target import Target
@@ -105,23 +106,32 @@ class Ends:
 class FrozenHead:
     """The target's head on a draft vocabulary. Not a module: nothing of it is trained or saved."""
 
-    def __init__(self, ends: Ends):
-        self.ends = ends
-        self.packed: PackedLinear | None = None
+    def __init__(self, ends: Ends, vocabulary: DraftVocabulary):
+        self.ends, self.vocabulary = ends, vocabulary
+        self.forget()
 
-    def pack(self, ids: Tensor | None) -> None:
-        """Lay the rows `ids` [V] out for products of a few states; they can no longer teach."""
-        self.packed = PackedLinear(*self.rows(ids))
+    def forget(self) -> None:
+        """The vocabulary is another one."""
+        self._rows: tuple[Tensor, Tensor | None] | None = None
+        self._packed: PackedLinear | None = None
 
-    def rows(self, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The matrix [V, D] and the bias [V] of the tokens `ids` [V], None for all."""
-        rows = slice(None) if ids is None else ids
-        return self.ends.head[rows], None if self.ends.bias is None else self.ends.bias[rows]
+    def pack(self) -> None:
+        """Lay the rows out for products of a few states."""
+        self._packed = PackedLinear(*self.rows)
 
-    def __call__(self, hidden: Tensor, ids: Tensor | None) -> Tensor:
-        """Logits [..., V] of the tokens `ids` [V], None for all, from final hidden states [..., D]."""
-        hidden = hidden.to(self.ends.head.dtype)
-        return self.ends.logits(hidden, ids) if self.packed is None else self.ends.finish(self.packed(hidden))
+    @property
+    def rows(self) -> tuple[Tensor, Tensor | None]:
+        """The matrix [V, D] and the bias [V], as far as they are drafted; gathered once."""
+        if self._rows is None:
+            with torch.inference_mode(False):  # what is made while decoding could not teach
+                bias = None if self.ends.bias is None else self.vocabulary.rows(self.ends.bias)
+                self._rows = self.vocabulary.rows(self.ends.head).detach(), bias
+        return self._rows
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of final hidden states [..., D]."""
+        states = hidden.to(self.ends.head.dtype)
+        return self.ends.finish(self._packed(states) if self._packed else nn.functional.linear(states, *self.rows))
 
 
 def layer_weights(folder: Path, number: int) -> dict[str, Tensor]:

@@ -108,11 +108,9 @@ class Hydra(Medusa):
         """Let the prefix layer read what was committed: its state [B, D] at each row's last token."""
         assert self.prefix is not None
         device = committed.tokens.device
-        memory.length = memory.length.to(device).masked_fill(committed.fresh, 0)
         row, last = torch.arange(len(committed.length), device=device), (committed.length - 1).clamp(min=0)
-        slots = memory.length[:, None] + torch.arange(committed.tokens.shape[1], device=device)
+        slots = memory.seat(committed)[:, None] + torch.arange(committed.tokens.shape[1], device=device)
         pairs = memory.write(self.prefix.pairs(committed.hidden, slots), slots)
-        memory.length = memory.length + committed.length
         at = slots[row, last][:, None]
         seen = torch.arange(pairs[0].shape[2], device=device) <= at
         return self.prefix(committed.hidden[row, last][:, None], at, pairs, seen[:, None])[:, 0]

@@ -3,7 +3,6 @@
 B rows, T positions, D width, V vocabulary, K heads, R supervised positions or ranks.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from inspect import signature
 from typing import Any, cast
@@ -11,11 +10,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from models.drafter import Budget, Committed, Drafter, FeatureBatch, Loss, asked
-from models.ends import Ends
+from models.drafter import Budget, Committed, Drafter, FeatureBatch, Loss, asked, counted
+from models.ends import Ends, FrozenHead
 from models.growth import Ask, grow
 from models.losses import Head, Objective
-from models.packed import PackedLinear
 from models.questions import Questions
 from models.sampling import Voice
 from models.tree import TokenTree, rank_of
@@ -60,6 +58,7 @@ class Medusa(Drafter):
             raise ValueError(f"heads={heads} layers={layers}: there is at least one head, of at least one layer")
         self.ends, self.objective = ends, Objective(loss, decay)
         self.vocabulary = DraftVocabulary(vocabulary, ends.vocabulary)
+        self.frozen = FrozenHead(ends, self.vocabulary)  # what reads the states of heads without a matrix of their own
         self.blocks = nn.ModuleList(self.block(head, layers) for head in range(heads))
         self.lm_heads = nn.ModuleList()
         if head == "own":
@@ -95,8 +94,7 @@ class Medusa(Drafter):
 
     def _from_target(self) -> None:
         """Start own output matrices from the target's; forget the target's rows, which may have changed."""
-        self._rows: tuple[Tensor, Tensor | None] | None = None
-        self._packed: Callable[[Tensor], Tensor] | None = None
+        self.frozen.forget()
         for own in self.lm_heads:
             assert isinstance(own, nn.Linear)
             own.weight.data.copy_(self.vocabulary.rows(self.ends.head))
@@ -104,33 +102,23 @@ class Medusa(Drafter):
     def ready(self) -> None:
         super().ready()
         if not len(self.lm_heads):
-            packed = PackedLinear(*self._target_rows())
-            self._packed = lambda states: packed(states)  # no submodule, or it would be saved
-
-    def _target_rows(self) -> tuple[Tensor, Tensor | None]:
-        """The target's output matrix [V, D] and bias [V], as far as they are drafted; gathered once."""
-        if self._rows is None:
-            with torch.inference_mode(False):  # what is made while decoding could not teach
-                bias = None if self.ends.bias is None else self.vocabulary.rows(self.ends.bias)
-                self._rows = self.vocabulary.rows(self.ends.head).detach(), bias
-        return self._rows
+            self.frozen.pack()
 
     def heads(self) -> Head | list[Head]:
         """What reads the states: a matrix for each depth, or the target's for all."""
         if len(self.lm_heads):
             return [Head(cast(Tensor, own.weight), finish=self.ends.finish) for own in self.lm_heads]
-        return Head(*self._target_rows(), self.ends.finish)
+        return Head(*self.frozen.rows, self.ends.finish)
 
     def head_logits(self, head: int, hidden: Tensor) -> Tensor:
         """Logits [..., V] of `head` from its own states [..., D]."""
         if len(self.lm_heads):
             return self.ends.finish(self.lm_heads[head](hidden))
-        states, (weight, bias) = hidden.to(self.ends.head.dtype), self._target_rows()
-        return self.ends.finish(self._packed(states) if self._packed else nn.functional.linear(states, weight, bias))
+        return self.frozen(hidden)
 
     def counts(self, loss_mask: Tensor, document: Tensor) -> Tensor:
         """[K] positions at which each head is asked."""
-        return torch.stack([where.sum() for where in asked(loss_mask, document, len(self.blocks))])
+        return counted(loss_mask, document, len(self.blocks))
 
     def training_loss(self, batch: FeatureBatch) -> Loss:
         """Each head against what the target said, or would have said, one token further than the head before it."""

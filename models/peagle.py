@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from models.drafter import Budget, Committed, FeatureBatch, Loss, ahead, asked
+from models.drafter import Budget, Committed, FeatureBatch, Loss, ahead, asked, counted
 from models.ends import Ends
 from models.fused import Fused
 from models.growth import grow
@@ -87,7 +87,7 @@ class PEagle(Fused):
 
     def counts(self, loss_mask: Tensor, document: Tensor) -> Tensor:
         """[K] places at which each depth is asked; while it learns, as many as are drawn."""
-        asked_at = torch.stack([where.sum() for where in asked(loss_mask, document, self.depths)])
+        asked_at = counted(loss_mask, document, self.depths)
         if not self.training:
             return asked_at
         return torch.tensor([self._drawn(int(count), d) for d, count in enumerate(asked_at)], device=loss_mask.device)

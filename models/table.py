@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.drafter import Budget, Committed, Drafter, FeatureBatch, Loss, asked
+from models.drafter import Budget, Committed, Drafter, FeatureBatch, Loss, counted
 from models.ends import Ends
 from models.growth import grow
 from models.losses import first_depth
@@ -55,7 +55,7 @@ class Table(Drafter):
 
     def counts(self, loss_mask: Tensor, document: Tensor) -> Tensor:
         """[1] positions at which its first guess is asked."""
-        return torch.stack([where.sum() for where in asked(loss_mask, document, 1)])
+        return counted(loss_mask, document, 1)
 
     def training_loss(self, batch: FeatureBatch) -> Loss:
         """What its first guess is worth on `batch`; there is nothing to train."""
