@@ -4,11 +4,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from transformers import PreTrainedTokenizerBase
 
 from decode.tables import HUB, file_rows, hub_rows, parsed
+
+Item = TypeVar("Item")
 
 SHIPPED = Path(__file__).parent / "bench"
 SEVERAL = {"spec_bench": ("mt_bench", "qa", "math_reasoning", "rag")}  # one name for several sets
@@ -69,14 +71,19 @@ def choose(
             raise ValueError(
                 f"no prompt of {name} is within decode.longest={longest} tokens; raise it (the shortest has {min(lengths)})"
             )
-        few = min(count, len(fitting))
-        chosen[label] = [fitting[index * len(fitting) // few] for index in range(few)]
+        chosen[label] = evenly(fitting, count)
     most = max(len(dialogue.turns) for dialogues in chosen.values() for dialogue in dialogues)
     if most < turns:
         raise ValueError(
             f"decode.turns={turns}, and the longest conversation chosen from {', '.join(chosen)} has {most}; ask for fewer, or name a set that has more, such as mt_bench with 2"
         )
     return chosen
+
+
+def evenly(items: Sequence[Item], count: int) -> list[Item]:
+    """`count` of `items`, or all where there are no more, taken evenly over them: number floor(i * all / count)."""
+    count = min(count, len(items))
+    return [items[index * len(items) // count] for index in range(count)]
 
 
 def exchanges(chosen: Mapping[str, list[Dialogue]], rows: int, longest: int) -> Iterator[tuple[str, list[Dialogue]]]:

@@ -46,7 +46,7 @@ def tune(run: Run) -> None:
         )
     drafter = open_drafter(arm.folder, arm.card, target)
     budgets = {CHAIN: chains(run), TREE: trees(run, arm)}
-    depths = {kind: depth_of(budget) for kind, budget in budgets.items()}
+    depths = {kind: budget.levels for kind, budget in budgets.items()}
     runs = {
         kind: [generate(target, drafter, [prompt], how.tokens, budget) for prompt in prompts]
         for kind, budget in budgets.items()
@@ -94,11 +94,6 @@ def trees(run: Run, arm: Arm) -> Budget:
     return Budget(paths, len(paths) + 1, max(map(len, paths)))
 
 
-def depth_of(budget: Budget) -> int:
-    """Levels that are drafted at most."""
-    return max(map(len, budget.paths)) if budget.paths else budget.depth
-
-
 def cut(budget: Budget, depth: int) -> Budget:
     """`budget` with its first `depth` levels."""
     paths = tuple(path for path in budget.paths if len(path) <= depth)
@@ -112,7 +107,7 @@ def point_at(
     ladder = Ladder(target, rows, context, nodes)
     drafting = Drafting(target, drafter, rows, context)
     draft = {
-        kind: [drafting.ms(cut(budget, depth)) for depth in range(1, depth_of(budget) + 1)]
+        kind: [drafting.ms(cut(budget, depth)) for depth in range(1, budget.levels + 1)]
         for kind, budget in budgets.items()
     }
     return Point(rows, context, ladder.cost(), draft, other)

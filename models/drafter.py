@@ -73,6 +73,11 @@ class Budget:
     branch: int = 4  # in a dynamic tree: nodes that grow at every level, and children of each
     sampled: bool = False  # guesses are drawn as the row speaks, which must not be greedily; False: top picks
 
+    @property
+    def levels(self) -> int:
+        """Depths that are drafted at most."""
+        return max(map(len, self.paths)) if self.paths else self.depth
+
 
 class Drafter(nn.Module):
     """Guesses for the target. A family is one module that overrides what follows."""

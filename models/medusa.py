@@ -144,7 +144,7 @@ class Medusa(Drafter):
     @torch.inference_mode()
     def propose(self, committed: Committed, state: Any, budget: Budget, voice: Voice) -> TokenTree:
         """A static or a dynamic tree, no deeper than there are heads."""
-        depth = max(map(len, budget.paths), default=min(budget.depth, len(self.blocks)))
+        depth = budget.levels if budget.paths else min(budget.depth, len(self.blocks))
         if depth > len(self.blocks):
             raise ValueError(
                 f"the tree is {depth} deep and this drafter has {len(self.blocks)} heads; choose a shallower tree"

@@ -159,7 +159,7 @@ class PEagle(Fused):
     @torch.inference_mode()
     def propose(self, committed: Committed, state: Memory, budget: Budget, voice: Voice) -> TokenTree:
         """A tree filled from one pass, each of whose depths says the same below every node."""
-        depth = max(map(len, budget.paths)) if budget.paths else min(budget.depth, self.depths)
+        depth = budget.levels if budget.paths else min(budget.depth, self.depths)
         if depth > self.depths:
             raise ValueError(
                 f"the tree is {depth} deep and this drafter guesses {self.depths} tokens; choose a shallower tree"

@@ -58,7 +58,7 @@ def keep(tensors: Mapping[str, Tensor], card: Card, folder: Path) -> None:
     name, other = (ADAPTER, WEIGHTS) if card.adapter else (WEIGHTS, ADAPTER)
     weights, text = folder / f".{name}.part", folder / f".{CARD}.part"
     weights.write_bytes(packed(tensors))
-    text.write_text(yaml.safe_dump(asdict(card), sort_keys=False, default_flow_style=None, width=110))
+    text.write_text(card_text(card))
     weights.rename(folder / name)
     text.rename(folder / CARD)
     (folder / other).unlink(missing_ok=True)
@@ -101,7 +101,13 @@ def read_card(folder: Path, name: str = CARD) -> Card:
 
 def write_card(card: Card, folder: Path) -> None:
     """The card alone, in place of the one that `folder` has."""
-    write_whole(folder / CARD, yaml.safe_dump(asdict(card), sort_keys=False, default_flow_style=None, width=110))
+    write_whole(folder / CARD, card_text(card))
+
+
+def card_text(card: Card) -> str:
+    """drafter.yaml."""
+    text: str = yaml.safe_dump(asdict(card), sort_keys=False, default_flow_style=None, width=110)
+    return text
 
 
 def require_target(card: Card, folder: Path, target: Identity) -> None:

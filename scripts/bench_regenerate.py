@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from conf.schema import Target as TargetConf
 from conf.schema import Wheel
 from decode.opening import target_folder
+from decode.prompts import evenly
 from models.drafter import Budget, Plain
 from models.sampling import GREEDY
 from models.target import Target, load_target, resolve_dtype
@@ -33,8 +34,7 @@ def prompts_of(target: Target, count: int, longest: int) -> list[list[int]]:
     rows = list(conversations_of("pkg://train/corpus/smol.jsonl.gz"))
     prompts = (render(target.tokenizer, row["messages"][:1], speak=True) for row in rows)
     fitting = [prompt for prompt in prompts if len(prompt) <= longest]
-    count = min(count, len(fitting))
-    return sorted((fitting[at * len(fitting) // count] for at in range(count)), key=len, reverse=True)
+    return sorted(evenly(fitting, count), key=len, reverse=True)
 
 
 def ours(target: Target, prompts: Sequence[list[int]], limit: int, rows: int) -> list[list[int]]:

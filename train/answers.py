@@ -10,6 +10,7 @@ from typing import Any
 
 from conf.schema import Data, Run
 from decode.opening import target_folder
+from decode.prompts import evenly
 from models.source import cache_home, fingerprint
 from train.chat import Row
 from train.clean import asked_in, words
@@ -40,9 +41,7 @@ def unanswered(row: Row) -> bool:
 def needed(rows: list[Row], data: Data) -> list[Row]:
     """Those of `rows` that `data.conversations` takes, evenly over all but the held-out last ones, and these."""
     known, held = rows[: -data.heldout or None], rows[-data.heldout or len(rows) :]
-    if data.conversations is None or data.conversations >= len(known):
-        return rows
-    return [known[at * len(known) // data.conversations] for at in range(data.conversations)] + held
+    return rows if data.conversations is None else evenly(known, data.conversations) + held
 
 
 def key_of(row: Row) -> str:

@@ -1,12 +1,10 @@
 """A target without its body: with all features on disk, training needs its embedding and head alone."""
 
-import torch
-
 from conf.schema import Target as TargetConf
 from decode.opening import target_folder
 from models.ends import Ends
 from models.source import identify
-from models.target import resolve_dtype
+from models.target import device_of, resolve_dtype
 
 
 class Bodiless:
@@ -14,8 +12,7 @@ class Bodiless:
 
     def __init__(self, conf: TargetConf):
         folder = target_folder(conf)
-        named = conf.device if conf.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(named)
+        self.device = device_of(conf.device)
         self.dtype = resolve_dtype(conf.dtype, self.device)
         self.ends = Ends.load(folder, self.dtype, str(self.device))
         self.identity = identify(folder, conf.name, conf.trust_remote_code)

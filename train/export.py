@@ -2,17 +2,15 @@
 
 import hashlib
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
-from conf import packaged
 from conf.schema import Run
 from conf.schema import Target as TargetConf
-from decode.opening import open_tokenizer, target_folder
+from decode.opening import open_tokenizer, target_folder, trained_by
 from models.ends import Ends
 from models.layouts import layout_for
 from models.served import Layout, Served
@@ -20,6 +18,7 @@ from models.shelf import (
     CARD,
     WEIGHTS,
     Card,
+    card_text,
     load_drafter,
     packed,
     read_card,
@@ -59,9 +58,10 @@ def trained(run: Run) -> Path:
     """The folder of the trained drafter: the one `trained` names, else what the experiment left in outputs/, else the shipped one."""
     if run.trained:
         return from_hub(run.trained, kind="drafter")
-    for folder in (Path(run.out), Path("outputs", run.conf_name), packaged(f"pkg://models/shipped/{run.conf_name}")):
-        if (folder / CARD).exists():
-            return folder
+    if (Path(run.out) / CARD).exists():
+        return Path(run.out)
+    if found := trained_by(run.conf_name, Path("outputs", run.conf_name)):
+        return found
     raise ValueError(
         f"there is no trained drafter of {run.conf_name}; train one with `python -m train conf={run.conf_name}`, or name one with trained=<folder or Hub name>"
     )
@@ -102,7 +102,7 @@ def write(served: Served, layout: Layout, source: Path, card: Card, target: str,
     (beside / "config.json").write_text(json.dumps(served.config, indent=2) + "\n")
     record = (source / CARD).read_text()
     if card.adapter:
-        record = yaml.safe_dump(asdict(replace(card, adapter={})), sort_keys=False, default_flow_style=None, width=110)
+        record = card_text(replace(card, adapter={}))
     (beside / RECORD).write_text(record)
     settings = {"chat_template": template, **engine_settings(layout, card)}
     (beside / "serve.json").write_text(json.dumps(settings, indent=2) + "\n")

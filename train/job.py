@@ -17,6 +17,7 @@ from hydra.utils import instantiate
 
 from conf.schema import Features, Kind, Reasoning, Run
 from decode.opening import context_of, end_tokens_of, open_target, open_tokenizer, target_folder
+from decode.prompts import evenly
 from models.adapter import merge
 from models.drafter import Drafter
 from models.ends import layer_weights
@@ -155,7 +156,7 @@ def conversations(run: Run, quiet: bool) -> tuple[list[Example], list[Example], 
     rows = conversations_for(run, quiet=quiet)
     examples = load_examples(rows, tokenizer, end_tokens_of(run.target, tokenizer), longest, kept)
     known, held = split(examples, run.data.heldout)
-    return known, evenly(known, run.data.conversations), held
+    return known, some(known, run.data.conversations), held
 
 
 def content(taught: list[Example], held: list[Example]) -> str:
@@ -253,13 +254,13 @@ def split(examples: list[Example], heldout: int) -> tuple[list[Example], list[Ex
     return examples[:-heldout], examples[-heldout:]
 
 
-def evenly(examples: list[Example], count: int | None) -> list[Example]:
+def some(examples: list[Example], count: int | None) -> list[Example]:
     """`count` of the conversations, taken evenly over the file, or all."""
-    if count is None or count >= len(examples):
+    if count is None:
         return examples
     if count < 1:
         raise ValueError(f"data.conversations={count} leaves nothing to train on; give at least 1, or null for all")
-    return [examples[index * len(examples) // count] for index in range(count)]
+    return evenly(examples, count)
 
 
 def card(run: Run, drafter: Drafter, target: Target | Bodiless, best: Verdict, taught: list[Example]) -> Card:

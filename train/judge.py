@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from decode.engine import generate
+from decode.prompts import evenly
 from models.drafter import Budget, Drafter, FeatureBatch
 from models.target import Target
 from models.tree import chain
@@ -124,9 +125,7 @@ def interval(sums: Tensor) -> tuple[float, float]:
 def prompts_of(held: Sequence[Example], count: int) -> list[list[int]]:
     """What stands before the first answer of `count` held-out conversations, taken evenly; those that begin with it are passed over."""
     every = [example.input_ids[: example.loss_mask.index(True)] for example in held]
-    usable = [prompt for prompt in every if prompt]
-    count = min(count, len(usable))
-    return [usable[at * len(usable) // count] for at in range(count)]
+    return evenly([prompt for prompt in every if prompt], count)
 
 
 def rounded(rates: Tensor) -> list[float]:

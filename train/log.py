@@ -80,16 +80,18 @@ class Journal:
             now = {"loss": loss, "norm": norm, "tokens_per_second": tokens / seconds, "lr": rate(self.optim, done - 1)}
             self.curves.log({**now, "step_seconds": seconds, "wait_seconds": waited}, step=done)
 
-    def verdict(self, verdict: "Verdict") -> None:
-        """After each evaluation: first picks that were the target's, what sampling would accept, and the tau that follows."""
+    def verdict(self, verdict: "Verdict", best: "Verdict | None") -> None:
+        """After each evaluation: first picks that were the target's, what sampling would accept, and the tau that follows.
+
+        `best` is the best of all so far.
+        """
         first, second = (" ".join(f"{rate:.3f}" for rate in rates) for rates in (verdict.greedy, verdict.sampled))
         tau = f"tau {verdict.tau:.2f} ({verdict.low:.2f}-{verdict.high:.2f})"
         real = "" if verdict.decoded is None else f", {verdict.decoded:.2f} decoded"
         self.console.print(
             f"step {verdict.step}: held-out acceptance by depth, greedy {first}, sampled {second}; {tau}{real}"
         )
-        self.last = verdict
-        self.best = verdict if self.best is None or verdict.tau > self.best.tau else self.best
+        self.last, self.best = verdict, best
         if self.curves is not None:
             by_depth = {"greedy": verdict.greedy, "sampled": verdict.sampled}
             curves = {f"{name}/{k}": rate for name, rates in by_depth.items() for k, rate in enumerate(rates, 1)}

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -20,14 +20,14 @@ from conf import command
 from conf.schema import Decode, Run
 from decode.arms import budget_for
 from decode.engine import generate
-from decode.figures import Sample, Tally, tau
+from decode.figures import Sample, Tally, depths, steps_of, tau
 from decode.opening import find_drafter, open_drafter, open_target
 from decode.prompts import choose
 from models.drafter import Drafter
 from models.files import write_whole
 from models.shelf import Card, family_class, make_folder, read_card
 from models.target import Target
-from train.chat import Message
+from train.chat import Message, render
 from train.sources import rows_of
 
 
@@ -88,11 +88,7 @@ def long_prompt(
     def rendered(count: int) -> list[int]:
         said = [message for turn in islice(cycle(turns), count) for message in turn if message["role"] != "system"]
         plain = [{"role": message["role"], "content": message["content"]} for message in said]
-        asked = [*plain, {"role": "user", "content": question}]
-        return cast(
-            list[int],
-            tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=True, return_dict=False),
-        )
+        return render(tokenizer, [*plain, {"role": "user", "content": question}], speak=True)
 
     fits, too_many = 0, 1
     while len(rendered(too_many)) <= longest:
@@ -119,11 +115,7 @@ def decoded(
     """What `drafter` is worth behind `prompts`."""
     run = generate(target, drafter, prompts, how.tokens, budget_for(how, card), rows=1)
     worth = tau(Tally.of([Sample("", run, run)])).item()
-    steps = [step for one in run.generations for step in one.steps]
-    accepted = []
-    for depth in range(max((step.offered for step in steps), default=0)):
-        tried = [len(step.path) > depth for step in steps if step.offered > depth and len(step.path) >= depth]
-        accepted.append(round(sum(tried) / len(tried), 4) if tried else 0.0)
+    accepted = [round(each.alpha, 4) for each in depths(steps_of([run]))]
     length = sum(map(len, prompts)) / len(prompts)
     return Found(context, len(prompts), round(length, 1), remedy, round(worth, 4), accepted)
 

@@ -51,8 +51,8 @@ def fit(trainee: Trainee, source: Source, judge: Judge, run: Run, engine: Engine
             tokens = engine.ranks * sum(source.lengths[at] for piece in pieces for at in piece)
             journal.step(progress.step, loss, float(norm), tokens, time.perf_counter() - began, source.waited - waited)
             if due(progress.step, run.log.evaluate_every, optim.steps):
-                journal.verdict(verdict := judge(trainee, progress.step))
-                progress.hear(verdict, engine)
+                progress.hear(verdict := judge(trainee, progress.step), engine)
+                journal.verdict(verdict, progress.best)
             if stop or due(progress.step, run.log.save_every, optim.steps):
                 keeper.save(engine, progress)
             if stop:

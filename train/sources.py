@@ -13,6 +13,7 @@ import yaml
 
 from conf import packaged
 from conf.schema import Data
+from decode.prompts import evenly
 from decode.tables import HUB, file_rows, hub_rows, parsed
 from train.chat import Message, Row
 from train.clean import cleaned, report
@@ -65,9 +66,8 @@ def mixed(rows: list[Row], shares: Mapping[str, float]) -> list[Row]:
     placed = list(zip(((at + 0.5) / len(rows) for at in range(len(rows))), rows, strict=True))
     for name, share in shares.items():
         others = list(conversations_of(place_of(name)))
-        count = min(len(others), round(len(rows) * share / own))
-        taken = [others[at * len(others) // count] for at in range(count)]
-        placed += [((at + 0.5) / count, row) for at, row in enumerate(taken)]
+        taken = evenly(others, round(len(rows) * share / own))
+        placed += [((at + 0.5) / len(taken), row) for at, row in enumerate(taken)]
     return [row for _, row in sorted(placed, key=lambda pair: pair[0])]
 
 
