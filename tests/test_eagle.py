@@ -7,38 +7,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
 
+from eagles import VOCABULARY, WIDTH, shaken, small_batch, small_ends
 from models.drafter import Committed, FeatureBatch
 from models.eagle import Eagle
-from models.ends import Ends
 from models.layer import layer_config
 from models.questions import Questions
 from models.stack import Growing
 from reference import eagle_by_hand, marked_batch, smooth_l1_by_hand
 
-# one row of two documents and padding, one that is all one document; where the target speaks
-DOCUMENTS = ["0" * 9 + "1" * 9 + "-" * 4, "0" * 22]
-SPOKEN = ["...xxx...." + "..xxxxxx" + "....", "....xxxxx...xxxxxxx..x"]
-WIDTH, VOCABULARY = 16, 20
-CONFIG = {"hidden_size": WIDTH, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
-
 
 def small(cap: float | None = None, **knobs: Any) -> Eagle:
     """A drafter of random weights on a target whose head has a bias and may have a soft cap."""
-    torch.manual_seed(5)
-    config = LlamaConfig(**CONFIG, num_hidden_layers=8)
-    config.final_logit_softcapping = cap
-    ends = Ends(torch.randn(VOCABULARY, WIDTH), torch.randn(VOCABULARY, WIDTH), torch.randn(VOCABULARY), config)
-    drafter = Eagle(ends, **knobs)
-    drafter.learn_vocabulary(torch.arange(VOCABULARY) % 7)
-    for parameter in drafter.parameters():
-        parameter.data += 0.3 * torch.randn_like(parameter)
-    return drafter
-
-
-def small_batch() -> FeatureBatch:
-    return marked_batch(DOCUMENTS, SPOKEN, VOCABULARY, WIDTH, taps=0, seed=2)
+    return shaken(Eagle(small_ends(bias=True, cap=cap), **knobs))
 
 
 def foretold_by_hand(drafter: Eagle, given: FeatureBatch, row: int, at: int) -> Tensor:
@@ -63,7 +44,7 @@ def asked_by_hand(given: FeatureBatch) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize("knobs", [{}, {"fc_bias": False}])
 def test_the_loss_is_that_of_every_state_foretold_alone_by_transformers_layer(knobs, cap):
-    drafter, given = small(cap, noise=0.0, **knobs), small_batch()
+    drafter, given = small(cap, noise=0.0, **knobs), small_batch(taps=0)
     total, hits, shared = torch.zeros(()), 0, 0.0
     for row, at in asked_by_hand(given):
         state, true = foretold_by_hand(drafter, given, row, at), given.last_hidden[row, at + 1]
@@ -108,7 +89,7 @@ def test_noise_is_uniform_shrinks_with_length_and_comes_from_the_generator_that_
 
 
 def test_noise_changes_what_is_learned_from_but_not_what_is_graded():
-    drafter, given = small(), small_batch()
+    drafter, given = small(), small_batch(taps=0)
     losses = [drafter.training_loss(given).total.item() for _ in range(2)]
     assert losses[0] != losses[1]
     graded = [drafter.eval().training_loss(given).total.item() for _ in range(2)]
@@ -118,7 +99,7 @@ def test_noise_changes_what_is_learned_from_but_not_what_is_graded():
 @pytest.mark.parametrize("knobs", [{}, {"window": 4}, {"stretch": 4.0}])
 def test_decoding_reads_its_own_states_as_if_they_were_the_targets(knobs):
     """After each round's pairs, guess by guess: what a text of true states and then foretold ones would say next."""
-    drafter, given = small(**knobs).eval(), small_batch()
+    drafter, given = small(**knobs).eval(), small_batch(taps=0)
     state, start = drafter.begin(1, 40), 0
     for count in (7, 1, 3):
         index = torch.arange(start, start + count)

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from conftest import tiny_config
+from eagles import VOCABULARY, WIDTH, shaken, small_batch, small_ends
 from models.drafter import Budget, Committed, Drafter, FeatureBatch
 from models.eagle3 import Eagle3
 from models.ends import Ends, layer_weights
@@ -27,7 +28,6 @@ from models.sampling import Voice
 from models.shelf import Card, load_drafter, read_card, save_drafter
 from models.source import from_random
 from models.stack import Growing
-from reference import marked_batch
 
 GOLDEN = Path(__file__).parent / "golden"
 TTT = ["eagle3_ttt", "eagle3_fcnorm_ttt"]
@@ -173,11 +173,7 @@ def test_two_rounds_of_dynamic_trees_are_eagles(name):
         assert sorted(tree.depth[0].tolist()) == sorted(given.expected(f"round{number}.depth").tolist())
 
 
-# one row of two documents and padding, one that is all one document; where the target speaks
-DOCUMENTS = ["0" * 9 + "1" * 9 + "-" * 4, "0" * 22]
-SPOKEN = ["...xxx...." + "..xxxxxx" + "....", "....xxxxx...xxxxxxx..x"]
 STEPS = 3
-WIDTH, VOCABULARY = 16, 20
 KNOBS: list[dict[str, Any]] = [
     {},
     {"fc_norm": True, "feedback": "after_norm"},
@@ -190,20 +186,7 @@ KNOBS: list[dict[str, Any]] = [
 
 def small(**knobs: Any) -> Eagle3:
     """A drafter of random weights for a target of 8 layers."""
-    torch.manual_seed(5)
-    config = LlamaConfig(
-        hidden_size=WIDTH, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=8
-    )
-    embedding, head = torch.randn(VOCABULARY, WIDTH), torch.randn(VOCABULARY, WIDTH)
-    drafter = Eagle3(Ends(embedding, head, None, config), steps=STEPS, vocabulary=8, **knobs)
-    drafter.learn_vocabulary(torch.arange(VOCABULARY) % 7)
-    for parameter in drafter.parameters():
-        parameter.data += 0.3 * torch.randn_like(parameter)
-    return drafter
-
-
-def small_batch() -> FeatureBatch:
-    return marked_batch(DOCUMENTS, SPOKEN, VOCABULARY, WIDTH, taps=3, seed=2)
+    return shaken(Eagle3(small_ends(), steps=STEPS, vocabulary=8, **knobs))
 
 
 def state_by_hand(drafter: Eagle3, given: FeatureBatch, row: int, at: int, steps: int) -> Tensor:
@@ -240,7 +223,7 @@ def last_of(drafter: Eagle3, tokens: Tensor, features: Tensor, known: int) -> Te
 
 @pytest.mark.parametrize("knobs", KNOBS, ids=str)
 def test_the_loss_is_that_of_every_guess_made_one_by_one(knobs):
-    drafter, given = small(**knobs).eval(), small_batch()
+    drafter, given = small(**knobs).eval(), small_batch(taps=3)
     ids = drafter.vocabulary.ids.tolist()
     total, seen, hits, shared = torch.zeros(()), [0] * STEPS, [0] * STEPS, [0.0] * STEPS
     for row, at, step in itertools.product(range(2), range(22), range(STEPS)):
@@ -272,7 +255,7 @@ def test_the_loss_is_that_of_every_guess_made_one_by_one(knobs):
 
 
 def test_positions_that_are_not_asked_only_lend_their_first_keys():
-    drafter, given = small(), small_batch()
+    drafter, given = small(), small_batch(taps=3)
     rows = []
     drafter.midlayer.mlp.register_forward_hook(lambda _, args, __: rows.append(len(args[0])))
     drafter.training_loss(given)
@@ -291,7 +274,7 @@ def test_the_card_says_what_the_switches_mean():
 @pytest.mark.parametrize("knobs", KNOBS, ids=str)
 def test_decoding_computes_what_training_taught(knobs):
     """Fed with the text itself, the drafter's steps behind any prefix say what the unrolled ones said there."""
-    drafter, given = small(**knobs).eval(), small_batch()
+    drafter, given = small(**knobs).eval(), small_batch(taps=3)
     length = 22
     everywhere = [torch.ones_like(given.input_ids, dtype=torch.bool)] * STEPS
     given.document[:] = 0
@@ -318,7 +301,7 @@ def test_decoding_computes_what_training_taught(knobs):
 
 
 def test_a_reseated_row_forgets_who_sat_there_and_an_empty_one_learns_nothing():
-    drafter, given = small().eval(), small_batch()
+    drafter, given = small().eval(), small_batch(taps=3)
     rows = torch.arange(2)
 
     def said(count: list[int], fresh: list[bool]) -> Committed:
@@ -339,7 +322,7 @@ def test_a_reseated_row_forgets_who_sat_there_and_an_empty_one_learns_nothing():
 
 
 def test_room_for_pairs_grows_and_keeps_what_it_held():
-    drafter, given = small().eval(), small_batch()
+    drafter, given = small().eval(), small_batch(taps=3)
     said = Committed(
         given.input_ids, torch.tensor([20, 18]), given.features, torch.empty(0), given.input_ids[:, 0], torch.ones(2).bool()
     )  # fmt: skip

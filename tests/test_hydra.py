@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 from decode.engine import generate
 from decode.figures import tokens_of
-from models.drafter import Budget, Committed, FeatureBatch, Plain
+from models.drafter import Budget, FeatureBatch, Plain
 from models.ends import Ends
 from models.hydra import Hydra
 from models.sampling import Voice
@@ -17,7 +17,7 @@ from models.search import best_tree, replayed
 from models.shelf import Card, load_drafter, read_card, save_drafter
 from models.tree import ordered_paths
 from reference import hydra_by_hand, marked_batch
-from test_medusa import asked_by_hand
+from test_medusa import asked_by_hand, said
 from train.chat import Example
 from train.features import Live, Source
 from train.trees import recorded
@@ -80,18 +80,6 @@ def test_the_loss_and_the_ranks_are_those_of_every_question_asked_one_by_one(kno
             found[head - 1] = picks.index(label) if label in picks else -1
     assert drafter.training_loss(given).total.item() == pytest.approx(total, rel=1e-4)
     assert drafter.ranks(given, width=4).tolist() == [ranks[place] for place in sorted(ranks)]
-
-
-def said(hidden: Tensor, length: list[int], bonus: list[int], fresh: bool) -> Committed:
-    rows, width = hidden.shape[:2]
-    return Committed(
-        torch.zeros(rows, width, dtype=torch.long),
-        torch.tensor(length),
-        torch.empty(rows, width, 0),
-        hidden,
-        torch.tensor(bonus),
-        torch.full((rows,), fresh),
-    )
 
 
 @every_kind

@@ -273,7 +273,7 @@ def test_a_loaded_drafter_speaks_the_vocabulary_that_was_saved():
     assert fresh.draft_ids.tolist() == list(range(13, 20))
 
 
-def said(hidden: Tensor, length: list[int], bonus: list[int]) -> Committed:
+def said(hidden: Tensor, length: list[int], bonus: list[int], fresh: bool = False) -> Committed:
     rows, width = hidden.shape[:2]
     return Committed(
         torch.zeros(rows, width, dtype=torch.long),
@@ -281,7 +281,7 @@ def said(hidden: Tensor, length: list[int], bonus: list[int]) -> Committed:
         torch.empty(rows, width, 0),
         hidden,
         torch.tensor(bonus),
-        torch.zeros(rows, dtype=torch.bool),
+        torch.full((rows,), fresh),
     )
 
 

@@ -6,39 +6,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from eagles import VOCABULARY, WIDTH, shaken, small_batch, small_ends
 from models.drafter import Budget, Committed, FeatureBatch, asked
-from models.ends import Ends
 from models.layer import PlainLayer, layer_config
 from models.peagle import PEagle, through
 from models.sampling import Voice
 from models.tree import chain
-from reference import marked_batch
 
-# one row of two documents and padding, one that is all one document; where the target speaks
-DOCUMENTS = ["0" * 9 + "1" * 9 + "-" * 4, "0" * 22]
-SPOKEN = ["...xxx...." + "..xxxxxx" + "....", "....xxxxx...xxxxxxx..x"]
-WIDTH, VOCABULARY, DEPTHS = 16, 20, 3
+DEPTHS = 3
 
 
 def small(**knobs: Any) -> PEagle:
     """A drafter of random weights for a target of 8 layers."""
-    torch.manual_seed(5)
-    config = LlamaConfig(
-        hidden_size=WIDTH, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=8
-    )
-    ends = Ends(torch.randn(VOCABULARY, WIDTH), torch.randn(VOCABULARY, WIDTH), None, config)
-    drafter = PEagle(ends, **{"depths": DEPTHS, "vocabulary": 8, "layers": 2} | knobs)
-    drafter.learn_vocabulary(torch.arange(VOCABULARY) % 7)
-    for parameter in drafter.parameters():
-        parameter.data += 0.3 * torch.randn_like(parameter)
-    return drafter
-
-
-def small_batch() -> FeatureBatch:
-    return marked_batch(DOCUMENTS, SPOKEN, VOCABULARY, WIDTH, taps=3, seed=2)
+    return shaken(PEagle(small_ends(), **{"depths": DEPTHS, "vocabulary": 8, "layers": 2} | knobs))
 
 
 def logits_by_hand(drafter: PEagle, given: FeatureBatch, row: int, at: int, depth: int) -> Tensor:
@@ -57,7 +39,7 @@ def logits_by_hand(drafter: PEagle, given: FeatureBatch, row: int, at: int, dept
 
 @pytest.mark.parametrize("knobs", [{}, {"residual": "after_norm", "layers": 1}, {"embedding": "trained", "window": 4}])
 def test_the_loss_is_that_of_every_element_read_alone(knobs):
-    drafter, given = small(**knobs).eval(), small_batch()
+    drafter, given = small(**knobs).eval(), small_batch(taps=3)
     ids = drafter.vocabulary.ids.tolist()
     total, seen, hits, shared = torch.zeros(()), [0] * DEPTHS, [0] * DEPTHS, [0.0] * DEPTHS
     for row, at, depth in itertools.product(range(2), range(22), range(DEPTHS)):
@@ -117,7 +99,7 @@ def test_what_is_drawn_comes_from_the_generator_that_a_checkpoint_keeps_and_all_
 
 
 def test_while_it_learns_it_counts_what_it_draws_and_grades_no_more():
-    drafter, given = small(), small_batch()
+    drafter, given = small(), small_batch(taps=3)
     loss = drafter.training_loss(given)
     assert loss.seen.tolist() == drafter.counts(given.loss_mask, given.document).tolist()
     assert (loss.seen <= drafter.eval().counts(given.loss_mask, given.document)).all()
@@ -127,7 +109,7 @@ def test_while_it_learns_it_counts_what_it_draws_and_grades_no_more():
 @pytest.mark.parametrize("knobs", [{}, {"window": 4}, {"stretch": 2.0}])
 def test_decoding_computes_what_training_taught(knobs):
     """Two rows that commit unequal numbers of tokens, round after round, guess what the text's elements say."""
-    drafter, given = small(**knobs).eval(), small_batch()
+    drafter, given = small(**knobs).eval(), small_batch(taps=3)
     given.document[:], given.position[:] = 0, torch.arange(22)
     where = [torch.ones(2, 22, dtype=torch.bool)] * DEPTHS
     taught = [drafter.logits(states).unflatten(0, (2, 22)) for states in drafter.states(given, where)]
@@ -180,7 +162,7 @@ def test_a_knob_that_means_nothing_is_refused(knobs, message):
 
 
 def test_a_tree_deeper_than_its_guesses_is_refused():
-    drafter, given = small().eval(), small_batch()
+    drafter, given = small().eval(), small_batch(taps=3)
     said = Committed(
         given.input_ids[:, :5], torch.tensor([5, 5]), given.features[:, :5], torch.empty(0), given.input_ids[:, 5], torch.ones(2).bool()
     )  # fmt: skip
