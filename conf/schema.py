@@ -153,6 +153,9 @@ class Engine:
     kind: Kind = Kind.auto
     checkpointing: bool = False  # forget what is inside a drafter's layers and compute it again in the backward pass
     compile: bool = False  # torch.compile a drafter's layers: slow to start
+    shard_target: bool = (
+        False  # share the target's layers out among the processes; a pass gathers each while it needs it
+    )
 
 
 @dataclass

@@ -26,7 +26,11 @@ class Reading:
 
 @dataclass
 class FeatureBatch:
-    """Conversations as a drafter learns from them; what the mask marks, the target said."""
+    """Conversations as a drafter learns from them; what the mask marks, the target said.
+
+    Mask and document stay in main memory, wherever the rest is: how many questions they make must be known there, and
+    a device that is asked for it first has to finish what it is at.
+    """
 
     input_ids: Tensor  # [B, T]
     loss_mask: Tensor  # [B, T] true where the target speaks

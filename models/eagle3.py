@@ -117,15 +117,15 @@ class Eagle3(Fused):
         feature = self.fused(batch.features)
         far = self.first_keys(batch, feature)
         own: list[list[Pair]] = [[] for _ in far]
-        seats = Seats(batch, questions)
-        asking = seats.padded(questions.places[0][1][:, None], 0)[..., 0]
-        sight = Sight(asking, batch.document, self.window)
+        seats, device = Seats(batch, questions), feature.device
+        sight = Sight(seats.asking, batch.document, self.window, device)
+        questions = questions.on(device)
         state = feature[questions.places[0]]
         for step, (row, at) in enumerate(questions.places):
             if step:
                 state = state[torch.searchsorted(questions.chain[step - 1], questions.chain[step])]
             if step and self.window is not None:
-                sight = Sight(asking, batch.document, self.window - step)
+                sight = Sight(seats.asking, batch.document, self.window - step, device)
             pair, base = self.inputs(ahead(batch.input_ids, step + 1)[row, at], state)
             position = (batch.position[row, at] + step)[None]
             for layer, keys, mine in zip(self.stack, far, own, strict=True):
@@ -148,8 +148,8 @@ class Eagle3(Fused):
         found = [self.midlayer.self_attn.pairs(pair, batch.position)]
         if not len(self.above):
             return found
-        every = torch.arange(feature.shape[1], device=feature.device).expand(len(feature), -1)
-        sight = Sight(every, batch.document, self.window)
+        every = torch.arange(feature.shape[1]).expand(len(feature), -1)
+        sight = Sight(every, batch.document, self.window, feature.device)
         for below, layer in itertools.pairwise(self.stack):
             assert isinstance(layer, PlainLayer)
             attention = below.self_attn

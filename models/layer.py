@@ -12,6 +12,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
 from models.sight import Looking, Sight, grouped
+from models.transfer import sent
 
 Pair = tuple[Tensor, Tensor]  # keys and values [B, G, S, C]
 
@@ -70,7 +71,8 @@ class Rotary:
 
     def __call__(self, heads: Tensor, position: Tensor) -> Tensor:
         """`heads` [B, H, S, C] at `position` [B, S]."""
-        angle = position[:, None, :, None] * self.frequencies.to(position.device)
+        self.frequencies = sent(self.frequencies, position.device)  # stays there
+        angle = position[:, None, :, None] * self.frequencies
         turn = torch.cat([angle, angle], dim=-1)
         cos, sin = (turn.cos() * self.scale).to(heads.dtype), (turn.sin() * self.scale).to(heads.dtype)
         return heads * cos + rotate_half(heads) * sin

@@ -22,7 +22,7 @@ from models.tree import chain
 from reference import marked_batch
 from runs import composed, forked, said
 from train import checkpoint, job
-from train.engines import check, engine_for
+from train.engines import check, check_target, engine_for
 from train.optim import accumulated, optimizer_for, rate
 from train.trainee import Trainee, apply
 
@@ -102,6 +102,12 @@ def alone(folder: Path) -> list[float]:
     return losses(ranks(1, folder, "alone", *LONG))
 
 
+@pytest.fixture(scope="module")
+def briefly(folder: Path) -> list[float]:
+    """One rank's losses over 8 steps; its run stays in `folder`/short1."""
+    return losses(ranks(1, folder, "short1", *SHORT))
+
+
 def decodes(out: Path) -> None:
     """The drafter in `out` loads, and what is written with it is the target's own text."""
     target = open_target(composed("target.dtype=fp32").target)
@@ -111,19 +117,45 @@ def decodes(out: Path) -> None:
     assert drafted.generations[0].tokens == plain.generations[0].tokens
 
 
-def test_two_ranks_that_share_their_weights_are_the_run_of_one(folder):
-    one, other = (
-        losses(ranks(count, folder, f"short{count}", *SHORT, *engine))
-        for count, engine in ((1, []), (2, ["engine=fsdp2"]))
-    )
-    assert len(one) == 8
-    assert other == pytest.approx(one, abs=1e-5)
+def test_two_ranks_that_share_their_weights_are_the_run_of_one(folder, briefly):
+    other = losses(ranks(2, folder, "short2", *SHORT, "engine=fsdp2"))
+    assert len(briefly) == 8
+    assert other == pytest.approx(briefly, abs=1e-5)
     near(state(folder / "short1"), state(folder / "short2"))
     decodes(folder / "short2")
     whole = (folder / "short2" / "model.safetensors").read_bytes()
     backward(folder / "short2", 4)
     assert losses(ranks(2, folder, "short2", *SHORT, "engine=fsdp2")) == other[4:]
     assert (folder / "short2" / "model.safetensors").read_bytes() == whole
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ddp", "zero3"))])
+def test_a_target_that_is_shared_out_teaches_as_a_whole_one(kind, folder, briefly):
+    """Each of two ranks holds half of every layer, which are all even, beside embedding, head and last norm."""
+    shared = losses(ranks(2, folder, f"shared-{kind}", *SHORT, f"engine={kind}", "engine.shard_target=true"))
+    assert shared == pytest.approx(briefly, abs=1e-5)
+    near(state(folder / "short1"), state(folder / f"shared-{kind}"))
+    decodes(folder / f"shared-{kind}")
+    layer = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 128 + 2 * 64
+    ends = 2 * 257 * 64 + 64
+    logs = [folder / f"shared-{kind}.{rank}.log" for rank in range(2)]
+    held = [int(re.search(r"holds (\d+) bytes", log.read_text())[1]) for log in logs]
+    assert held == [4 * (ends + layer)] * 2  # of two layers
+
+
+@pytest.mark.parametrize(
+    ("count", "words", "message"),
+    [
+        (1, [], "shares the target among processes and there is one; start it with torchrun"),
+        (2, ["data.features=cached"], "each process reads for itself: write the features first"),
+        (2, ["log.prompts=2"], "each process decodes by itself; set log.prompts=0"),
+        (2, ["target.device_map=auto"], "which place the target themselves; choose one"),
+    ],
+)
+def test_a_target_that_cannot_be_shared_out_is_refused(count, words, message):
+    check_target(composed(*words), count)
+    with pytest.raises(ValueError, match=rf"engine\.shard_target=true .*{message}"):
+        check_target(composed("engine.shard_target=true", *words), count)
 
 
 @pytest.mark.slow

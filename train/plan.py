@@ -50,6 +50,8 @@ class Sizes:
     trained: int  # parameters
     frozen: int
     target: float  # bytes of the target as it is loaded
+    layers: float  # of them those of its layers, where these are shared out
+    gathered: float  # bytes of those that a pass has whole at a time: the one that computes, and the next
     row: float  # bytes of what the target makes of one token
     batch: float  # tokens that a rank reads at once
     held: float  # tokens held out, whose features stay in memory
@@ -113,14 +115,18 @@ def sizes_of(run: Run, drafter: Drafter, ends: Ends, frozen: int, tokens: int, p
     alone = run.data.features is Features.cached and not run.log.prompts
     edges = ends.head.numel() * (1 if tied else 2)
     target = edges * item + (0 if alone else (frozen - edges) * body)
-    if not alone and packs(device, resolve_dtype(run.target.dtype, device)):
+    shared = run.engine.shard_target and not alone
+    layers = (frozen - edges) * body if shared else 0.0
+    if not alone and not shared and packs(device, resolve_dtype(run.target.dtype, device)):
         target += ends.head.numel() * item  # a copy of the head, laid out for trees
     batch = run.optim.batch * (run.data.packing or tokens)
     trained = sum(p.numel() for _, group in drafter.groups() for p in group)
     row = (len(drafter.taps) + 1) * ends.width * item
     activations = probed.bytes if probed else estimated(drafter, batch)
     process = psutil.Process().memory_info().rss if device.type == "cpu" else 0.6e9  # a CUDA context
-    return Sizes(trained, frozen, target, row, batch, run.data.heldout * tokens, activations, process)
+    gathered = 2 * layers / ends.config.num_hidden_layers
+    held = run.data.heldout * tokens
+    return Sizes(trained, frozen, target, layers, gathered, row, batch, held, activations, process)
 
 
 def estimated(drafter: Drafter, tokens: float) -> float:
@@ -144,7 +150,7 @@ def parts(sizes: Sizes, kind: Kind, machine: Machine) -> dict[str, float]:
     buckets = weights if kind is Kind.ddp and ranks > 1 else 0
     found = {
         "process": sizes.process,
-        "target": sizes.target,
+        "target": sizes.target - sizes.layers + sizes.layers / ranks + (sizes.gathered if ranks > 1 else 0),
         "drafter": weights + master + (weights / ranks if sharded else 0),
         "gradients": weights + buckets + (weights / ranks if sharded or kind is Kind.zero2 else 0),
         "moments": 2 * weights / (ranks if moments_shared else 1),
@@ -181,10 +187,10 @@ def verdict(sizes: Sizes, kind: Kind, machine: Machine) -> str:
     fitting = [other for other in ORDER if machine.ranks > 1 and sum(parts(sizes, other, machine).values()) <= room]
     if fitting:
         return f"engine={kind.value} does not fit; engine={fitting[0].value} does"
-    if sizes.target > room / 2:
+    if sizes.target > room / 2 and not sizes.layers:
         return (
-            f"no engine fits: each rank holds the target, {sizes.target / 1e9:.1f} GB of {machine.memory / 1e9:.1f}. Let scripts/extract.py "
-            "write its features once (target.device_map=auto spreads it) and train with data.features=cached, or quantize it with target.quantization=4bit"
+            f"no engine fits: each rank holds the target, {sizes.target / 1e9:.1f} GB of {machine.memory / 1e9:.1f}. Share it out with engine.shard_target=true, let "
+            "scripts/extract.py write its features once (target.device_map=auto spreads it) and train with data.features=cached, or quantize it with target.quantization=4bit"
         )
     return "no engine fits; lower optim.batch (with optim.together the step stays the same), data.longest or data.heldout, or set engine.checkpointing=true"
 
