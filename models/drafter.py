@@ -87,6 +87,7 @@ class Drafter(nn.Module):
     """Guesses for the target. A family is one module that overrides what follows."""
 
     taps: tuple[int, ...] = ()  # () reads the last hidden state only, or nothing
+    recomputed: tuple[str, ...] = ()  # methods of which a run short of memory keeps the inputs only; (): of its layers
     needs_training = True  # False: it drafts for any target as it is made, from its knobs alone
 
     @classmethod

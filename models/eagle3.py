@@ -29,6 +29,8 @@ class Eagle3(Fused):
     layer above the last tap into the first one, instead of random weights. models/fused.py says what the other knobs are.
     """
 
+    recomputed = ("step",)
+
     def __init__(
         self,
         ends: Ends,
@@ -116,7 +118,7 @@ class Eagle3(Fused):
         """
         feature = self.fused(batch.features)
         far = self.first_keys(batch, feature)
-        own: list[list[Pair]] = [[] for _ in far]
+        own: list[tuple[Pair, ...]] = [() for _ in far]
         seats, device = Seats(batch, questions), feature.device
         sight = Sight(seats.asking, batch.document, self.window, device)
         questions = questions.on(device)
@@ -126,21 +128,41 @@ class Eagle3(Fused):
                 state = state[torch.searchsorted(questions.chain[step - 1], questions.chain[step])]
             if step and self.window is not None:
                 sight = Sight(seats.asking, batch.document, self.window - step, device)
-            pair, base = self.inputs(ahead(batch.input_ids, step + 1)[row, at], state)
-            position = (batch.position[row, at] + step)[None]
-            for layer, keys, mine in zip(self.stack, far, own, strict=True):
-                if isinstance(layer, PlainLayer):
-                    pair, base = layer.inputs(state)
-                attention = layer.self_attn
-                if step:
-                    new = attention.pairs(pair[None], position)
-                    mine.append((seats.spread(new[0], step), seats.spread(new[1], step)))
-                queries = seats.spread(attention.queries(pair[None], position), step)
-                found = seats.gathered(attention.found_with_own(queries, keys, sight, mine), step)
-                state = layer.outputs(base, attention.o_proj(found))
+            tokens, position = ahead(batch.input_ids, step + 1)[row, at], (batch.position[row, at] + step)[None]
+            state, own = self.step(step, tokens, position, state, far, own, sight, seats)
             normed = self.norm(state)
             state = normed if self.feedback == "after_norm" else state
             yield normed
+
+    def step(
+        self,
+        step: int,
+        tokens: Tensor,
+        position: Tensor,
+        state: Tensor,
+        far: list[Pair],
+        own: list[tuple[Pair, ...]],
+        sight: Sight,
+        seats: Seats,
+    ) -> tuple[Tensor, list[tuple[Pair, ...]]]:
+        """The state [R, D] above the stack where `tokens` [R] are read with `state` [R, D] at `position` [1, R].
+
+        Each layer looks at the first step's keys, `far`, and those of its `own`, to which every later step adds.
+        """
+        pair, base = self.inputs(tokens, state)
+        grown = []
+        for layer, keys, mine in zip(self.stack, far, own, strict=True):
+            if isinstance(layer, PlainLayer):
+                pair, base = layer.inputs(state)
+            attention = layer.self_attn
+            if step:
+                new = attention.pairs(pair[None], position)
+                mine = (*mine, (seats.spread(new[0], step), seats.spread(new[1], step)))
+            queries = seats.spread(attention.queries(pair[None], position), step)
+            found = seats.gathered(attention.found_with_own(queries, keys, sight, mine), step)
+            state = layer.outputs(base, attention.o_proj(found))
+            grown.append(mine)
+        return state, grown
 
     def first_keys(self, batch: FeatureBatch, feature: Tensor) -> list[Pair]:
         """For each layer the keys and values [B, G, T, C] of the first step, from the fused `feature` [B, T, D]."""

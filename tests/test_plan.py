@@ -65,6 +65,7 @@ def sizes(**changes: float) -> Sizes:
         "held": 5,
         "activations": 50,
         "process": 7,
+        "aside": False,
     }
     return Sizes(**{**given, **changes})
 
@@ -85,6 +86,11 @@ def test_parts_are_shared_as_the_engine_shares_them(kind, ranks, drafter, gradie
     assert (found["drafter"], found["gradients"], found["moments"]) == (drafter, gradients, moments)
     assert found["target"] == 2000
     assert (found["features"], found["held-out features"], found["activations"]) == (20, 5, 50)
+
+
+def test_what_is_kept_in_main_memory_takes_none_of_a_gpus():
+    found = parts(sizes(aside=True), Kind.zero3, Machine(4, 80 * GB, torch.device("cuda")))
+    assert (found["drafter"], found["gradients"], found["moments"]) == (500, 500, 0)
 
 
 def test_a_target_that_is_shared_out_fits_where_whole_ones_do_not(capsys):
@@ -148,6 +154,7 @@ def test_measured_peaks_are_within_a_seventh_of_the_plan(which, tmp_path, capsys
         "optim.precision=fp32",
         "optim.steps=2",
         "optim.warmup=1",
+        "data.longest=64",  # as long as conversations are here, so that rows are what the plan takes them for
         f"out={tmp_path / 'out'}",
     ]
     target_folder(composed(*words).target)  # made here, so that the run that is measured only reads it

@@ -7,9 +7,9 @@ which it gives and takes what a checkpoint remembers, so a run may go on under a
 import fcntl
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -220,9 +220,9 @@ class Anchored(nn.Module):
 class Zero(Engine):
     """DeepSpeed's ZeRO: moments (stage 1), gradients (2) and weights (3) are shared out among the ranks."""
 
-    def __init__(self, stage: int):
+    def __init__(self, stage: int, offload: bool = False):
         super().__init__()
-        self.stage = stage
+        self.stage, self.offload = stage, offload
 
     def start(self, trainee: Trainee, optim: Optim) -> None:
         os.environ.setdefault("DS_ACCELERATOR", self.device.type)
@@ -240,8 +240,12 @@ class Zero(Engine):
             "train_micro_batch_size_per_gpu": optim.batch,
             "gradient_accumulation_steps": optim.accumulate,
             "gradient_clipping": optim.clip,
-            "zero_optimization": {"stage": self.stage},
+            "zero_optimization": {
+                "stage": self.stage,
+                **({"offload_optimizer": {"device": "cpu"}} if self.offload else {}),
+            },
             "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,  # its own AdamW is compiled for minutes; torch's does the same
         }
         optimizer = optimizer_for(trainee.groups(), optim)
         self.module, self.optimizer, *_ = deepspeed.initialize(model=anchored, optimizer=optimizer, config=config)
@@ -313,24 +317,23 @@ class Zero(Engine):
         self.module.backward(loss, scale_wrt_gas=False)
 
 
-MAKES: dict[Kind, Callable[[], Engine]] = {
-    Kind.single: Engine,
-    Kind.ddp: Engine,
-    Kind.fsdp2: Fsdp2,
-    Kind.zero1: partial(Zero, 1),
-    Kind.zero2: partial(Zero, 2),
-    Kind.zero3: partial(Zero, 3),
-}
+STAGES = {Kind.zero1: 1, Kind.zero2: 2, Kind.zero3: 3}
 
 
-def engine_for(kind: Kind) -> Engine:
+def engine_for(kind: Kind, offload: bool = False) -> Engine:
     """The engine of this kind, once `check` has found no fault with it."""
-    return Engine() if kind is Kind.auto else MAKES[kind]()
+    if kind in STAGES:
+        return Zero(STAGES[kind], offload)
+    return Fsdp2() if kind is Kind.fsdp2 else Engine()
 
 
-def check(kind: Kind, ranks: int) -> None:
+def check(kind: Kind, ranks: int, offload: bool = False) -> None:
     """Raise ValueError where this kind of engine cannot run here on `ranks` processes."""
-    if kind in (Kind.zero1, Kind.zero2, Kind.zero3) and importlib.util.find_spec("deepspeed") is None:
+    if offload and kind not in STAGES:
+        raise ValueError(
+            f"engine.offload=true is for engine=zero1, zero2 or zero3, not {kind.value}; choose one of them or leave it out"
+        )
+    if kind in STAGES and importlib.util.find_spec("deepspeed") is None:
         raise ValueError(
             f"engine={kind.value} needs deepspeed, which is not installed; pip install deepspeed, or choose engine=ddp or fsdp2"
         )

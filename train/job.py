@@ -218,14 +218,14 @@ def prepare(run: Run, out: Path) -> tuple[Engine, dict[str, Any]]:
     resolve_dtype(run.optim.precision, torch.device("cpu"))
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     kind = run.engine.kind if run.optim.steps else Kind.auto  # where nothing is trained, nothing is shared
-    check_engine(kind, ranks)
+    check_engine(kind, ranks, run.engine.offload)
     check_target(run, ranks)
     run.optim.accumulate = optim.accumulated(run.optim, ranks)
     config = identity(run, ranks)
     if not run.overwrite:
         checkpoint.require_same(out, config)
     make_folder(out)
-    return engine_for(kind), config
+    return engine_for(kind, run.engine.offload), config
 
 
 def require_parts(run: Run) -> type[Drafter]:

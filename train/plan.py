@@ -57,6 +57,7 @@ class Sizes:
     held: float  # tokens held out, whose features stay in memory
     activations: float  # bytes of a forward and backward pass, beyond weights and gradients
     process: float  # bytes of the process before anything loads
+    aside: bool  # moments and the weights that they step are in main memory, whatever the device
 
 
 def plan(run: Run) -> None:
@@ -109,7 +110,8 @@ def outlined(run: Run, config: PretrainedConfig) -> tuple[Drafter, Ends, int]:
 def sizes_of(run: Run, drafter: Drafter, ends: Ends, frozen: int, tokens: int, probed: "Probed | None") -> Sizes:
     """The sizes of a run whose rows are `tokens` long."""
     device = torch.device("cuda" if run.machine or torch.cuda.is_available() else "cpu")
-    item = resolve_dtype(run.target.dtype, device).itemsize
+    dtype = resolve_dtype(run.target.dtype, device)
+    item = dtype.itemsize
     tied = ends.head is ends.embedding
     body = {"4bit": 0.5, "8bit": 1.0}.get(run.target.quantization or "", item)
     alone = run.data.features is Features.cached and not run.log.prompts
@@ -117,8 +119,9 @@ def sizes_of(run: Run, drafter: Drafter, ends: Ends, frozen: int, tokens: int, p
     target = edges * item + (0 if alone else (frozen - edges) * body)
     shared = run.engine.shard_target and not alone
     layers = (frozen - edges) * body if shared else 0.0
-    if not alone and not shared and packs(device, resolve_dtype(run.target.dtype, device)):
-        target += ends.head.numel() * item  # a copy of the head, laid out for trees
+    if not alone and not shared and packs(device, dtype):
+        copies = 2 if dtype == torch.float32 else 1  # laid out for a tree, and in fp32 for a single row
+        target += copies * ((frozen - edges) * body + ends.head.numel() * item)
     batch = run.optim.batch * (run.data.packing or tokens)
     trained = sum(p.numel() for _, group in drafter.groups() for p in group)
     row = (len(drafter.taps) + 1) * ends.width * item
@@ -126,7 +129,7 @@ def sizes_of(run: Run, drafter: Drafter, ends: Ends, frozen: int, tokens: int, p
     process = psutil.Process().memory_info().rss if device.type == "cpu" else 0.6e9  # a CUDA context
     gathered = 2 * layers / ends.config.num_hidden_layers
     held = run.data.heldout * tokens
-    return Sizes(trained, frozen, target, layers, gathered, row, batch, held, activations, process)
+    return Sizes(trained, frozen, target, layers, gathered, row, batch, held, activations, process, run.engine.offload)
 
 
 def estimated(drafter: Drafter, tokens: float) -> float:
@@ -158,6 +161,8 @@ def parts(sizes: Sizes, kind: Kind, machine: Machine) -> dict[str, float]:
         "held-out features": sizes.held * sizes.row,
         "activations": sizes.activations,
     }
+    if sizes.aside and machine.device.type != "cpu":
+        found["drafter"], found["moments"] = found["drafter"] - master, 0.0
     if machine.device.type == "cpu":  # where a GPU's main memory would hold them
         found["best weights"] = weights
         found["activations"] = max(found["activations"], 3 * weights)  # or the copies that a checkpoint writes
