@@ -181,6 +181,7 @@ class Decode:
     nodes: int = 10  # tree size, root included
     depth: int = 4  # of chains and dynamic trees
     branch: int = 4  # of dynamic trees: nodes that grow at every level, and children of each
+    least: float = 0.0  # of chains and dynamic trees: drafting stops, and no guess stands, where a path is less likely
     rows: int = 1
     contexts: list[int] = field(
         default_factory=lambda: [2048, 4096, 8192]
