@@ -213,6 +213,17 @@ class Tune:
 
 
 @dataclass
+class Regimes:
+    """Where `python -m decode.regimes` measures; the tree is decode's, and each list is varied by itself."""
+
+    rows: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32])
+    contexts: list[int] = field(default_factory=lambda: [128, 512, 1024, 2048, 4096])  # the others stay at the shortest
+    nodes: list[int] = field(default_factory=lambda: [2, 4, 6, 10, 16])
+    prompts: int = 6  # at every point, or as many as there are rows
+    tokens: int = 32
+
+
+@dataclass
 class Regenerate:
     """How the target answers prompts."""
 
@@ -243,6 +254,7 @@ class Run:
     log: Log = field(default_factory=Log)
     decode: Decode = field(default_factory=Decode)
     tune: Tune = field(default_factory=Tune)
+    regimes: Regimes = field(default_factory=Regimes)
     regenerate: Regenerate = field(default_factory=Regenerate)
     seed: int = 0
     out: str = "${run_folder:${hydra:runtime.choices.conf},${hydra:mode},${hydra:job.override_dirname}}"
