@@ -32,6 +32,7 @@ ORDER = (Kind.ddp, Kind.zero1, Kind.zero2, Kind.fsdp2, Kind.zero3)  # the simple
 SLACK = 0.95  # of a device's memory that a run may fill
 PROBE = 3e11  # floating-point operations that a pass of the probe may cost: seconds
 FP32 = 4
+CONTEXT = 0.6e9  # bytes of a CUDA context
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,13 @@ class Sizes:
 def plan(run: Run) -> None:
     """The command: print what the run would take, and which engine fits where the chosen one does not."""
     console, machine = Console(), machine_of(run)
+    empty = float(psutil.Process().memory_info().rss) if machine.device.type == "cpu" else CONTEXT
     run.optim.accumulate = accumulated(run.optim, machine.ranks)
     config = config_of(run.target)
     drafter, ends, frozen = outlined(run, config)
     tokens = min(run.data.longest, getattr(config, "max_position_embeddings", run.data.longest))
     probed = probe(run, config, drafter, ends, tokens, machine.device)
-    sizes = sizes_of(run, drafter, ends, frozen, tokens, probed)
+    sizes = sizes_of(run, drafter, ends, frozen, tokens, probed, empty)
     kind = chosen(run, machine)
     console.print(
         f"{run.conf_name}: {sizes.trained:,} parameters are trained, {sizes.frozen:,} of {run.target.name} are frozen"
@@ -107,8 +109,10 @@ def outlined(run: Run, config: PretrainedConfig) -> tuple[Drafter, Ends, int]:
     return drafter, ends, sum(parameter.numel() for parameter in model.parameters())
 
 
-def sizes_of(run: Run, drafter: Drafter, ends: Ends, frozen: int, tokens: int, probed: "Probed | None") -> Sizes:
-    """The sizes of a run whose rows are `tokens` long."""
+def sizes_of(
+    run: Run, drafter: Drafter, ends: Ends, frozen: int, tokens: int, probed: "Probed | None", process: float
+) -> Sizes:
+    """The sizes of a run whose rows are `tokens` long, in a process that takes `process` bytes before anything loads."""
     device = torch.device("cuda" if run.machine or torch.cuda.is_available() else "cpu")
     dtype = resolve_dtype(run.target.dtype, device)
     item = dtype.itemsize
@@ -126,7 +130,6 @@ def sizes_of(run: Run, drafter: Drafter, ends: Ends, frozen: int, tokens: int, p
     trained = sum(p.numel() for _, group in drafter.groups() for p in group)
     row = (len(drafter.taps) + 1) * ends.width * item
     activations = probed.bytes if probed else estimated(drafter, batch)
-    process = psutil.Process().memory_info().rss if device.type == "cpu" else 0.6e9  # a CUDA context
     gathered = 2 * layers / ends.config.num_hidden_layers
     held = run.data.heldout * tokens
     return Sizes(trained, frozen, target, layers, gathered, row, batch, held, activations, process, run.engine.offload)
