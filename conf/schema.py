@@ -177,7 +177,7 @@ class Decode:
     turns: int = 1  # of a conversation, at most; the next follows the target's own answer
     longest: int = 400  # prompt tokens
     tokens: int = 96
-    tree: Any = "auto"  # auto: the drafter's recommended tree, else dynamic; chain; dynamic; tuned, as decode.tune chose; a list of paths; or a published tree
+    tree: Any = "auto"  # auto: the drafter's recommended tree, else, or with `least`, dynamic; chain; dynamic; tuned, as decode.tune chose; a list of paths; or a published tree
     nodes: int = 10  # tree size, root included
     depth: int = 4  # of chains and dynamic trees
     branch: int = 4  # of dynamic trees: nodes that grow at every level, and children of each
