@@ -193,6 +193,8 @@ class Decode:
     accept: Accept = Accept.lossless  # typical (Medusa's; lossy): guesses stand that the target finds not too unlikely
     epsilon: float = 0.09  # typical: the probability from which a guess always stands
     delta: float = 0.3  # typical: lower where the target is unsure, delta * exp(-entropy)
+    ask: str | None = None  # a question that run.py answers, as the text comes about, instead of measuring
+    stop: list[str] = field(default_factory=list)  # strings before which that answer ends
     beside: list[str] = field(
         default_factory=list
     )  # other drafters of this target for the same table: conf, folder or Hub name
