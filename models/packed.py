@@ -9,7 +9,7 @@ transpose, not many short dot products (on such a CPU 11 GB/s against 6).
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -119,11 +119,14 @@ def packs(device: torch.device, dtype: torch.dtype) -> bool:
 
 def pack(module: nn.Module, joined: Iterable[Sequence[nn.Linear]] = ()) -> None:
     """Replace every linear layer under `module` by its packed twin, and the layers of each of `joined` by one product."""
-    twins: dict[nn.Linear, nn.Module] = {}
+    twins: dict[nn.Module, nn.Module] = {}
     for layers in joined:
         whole = Joined(layers)
         twins |= {layer: Part(whole, place) for place, layer in enumerate(layers)}
-    _replace(module, twins)
+    for layer in module.modules():
+        if type(layer) is nn.Linear and layer not in twins:
+            twins[layer] = PackedLinear(layer.weight, layer.bias)
+    swap(module, twins)
 
 
 def declared(module: nn.Module) -> list[list[nn.Linear]]:
@@ -132,14 +135,13 @@ def declared(module: nn.Module) -> list[list[nn.Linear]]:
     return [[getattr(part, name) for name in some] for part, some in names if some]
 
 
-def _replace(module: nn.Module, twins: dict[nn.Linear, nn.Module]) -> None:
-    for name, child in module.named_children():
-        if type(child) is nn.Linear:
-            if child not in twins:
-                twins[child] = PackedLinear(child.weight, child.bias)
+def swap(module: nn.Module, twins: Mapping[nn.Module, nn.Module]) -> None:
+    """Put each of `twins` wherever under `module` the part stands that it is the twin of."""
+    for name, child in list(module._modules.items()):
+        if child in twins:
             setattr(module, name, twins[child])
-        else:
-            _replace(child, twins)
+        elif child is not None:
+            swap(child, twins)
 
 
 def same_input(module: nn.Module, run: Callable[[], object]) -> list[list[nn.Linear]]:
