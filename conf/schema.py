@@ -177,10 +177,11 @@ class Decode:
     turns: int = 1  # of a conversation, at most; the next follows the target's own answer
     longest: int = 400  # prompt tokens
     tokens: int = 96
-    tree: Any = "auto"  # auto: the drafter's recommended tree, else dynamic; chain; dynamic; tuned, as decode.tune chose; a list of paths; or a published tree
+    tree: Any = "auto"  # auto: the drafter's recommended tree, else, or with `least`, dynamic; chain; dynamic; tuned, as decode.tune chose; a list of paths; or a published tree
     nodes: int = 10  # tree size, root included
     depth: int = 4  # of chains and dynamic trees
     branch: int = 4  # of dynamic trees: nodes that grow at every level, and children of each
+    least: float = 0.0  # of chains and dynamic trees: drafting stops, and no guess stands, where a path is less likely
     rows: int = 1
     contexts: list[int] = field(
         default_factory=lambda: [2048, 4096, 8192]
@@ -192,6 +193,8 @@ class Decode:
     accept: Accept = Accept.lossless  # typical (Medusa's; lossy): guesses stand that the target finds not too unlikely
     epsilon: float = 0.09  # typical: the probability from which a guess always stands
     delta: float = 0.3  # typical: lower where the target is unsure, delta * exp(-entropy)
+    ask: str | None = None  # a question that run.py answers, as the text comes about, instead of measuring
+    stop: list[str] = field(default_factory=list)  # strings before which that answer ends
     beside: list[str] = field(
         default_factory=list
     )  # other drafters of this target for the same table: conf, folder or Hub name
@@ -209,6 +212,17 @@ class Tune:
     nodes: int = 16  # of the largest tree, root included
     prompts: int = 4  # a set: what acceptance is measured on
     tokens: int = 48
+
+
+@dataclass
+class Regimes:
+    """Where `python -m decode.regimes` measures; the tree is decode's, and each list is varied by itself."""
+
+    rows: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32])
+    contexts: list[int] = field(default_factory=lambda: [128, 512, 1024, 2048, 4096])  # the others stay at the shortest
+    nodes: list[int] = field(default_factory=lambda: [2, 4, 6, 10, 16])
+    prompts: int = 6  # at every point, or as many as there are rows
+    tokens: int = 32
 
 
 @dataclass
@@ -242,6 +256,7 @@ class Run:
     log: Log = field(default_factory=Log)
     decode: Decode = field(default_factory=Decode)
     tune: Tune = field(default_factory=Tune)
+    regimes: Regimes = field(default_factory=Regimes)
     regenerate: Regenerate = field(default_factory=Regenerate)
     seed: int = 0
     out: str = "${run_folder:${hydra:runtime.choices.conf},${hydra:mode},${hydra:job.override_dirname}}"
