@@ -138,9 +138,11 @@ def declared(module: nn.Module) -> list[list[nn.Linear]]:
 def swap(module: nn.Module, twins: Mapping[nn.Module, nn.Module]) -> None:
     """Put each of `twins` wherever under `module` the part stands that it is the twin of."""
     for name, child in list(module._modules.items()):
+        if child is None:
+            continue
         if child in twins:
             setattr(module, name, twins[child])
-        elif child is not None:
+        else:
             swap(child, twins)
 
 

@@ -36,7 +36,7 @@ class Attention(nn.Module):
         super().__init__()
         query = stock.q_proj
         assert isinstance(query, Part)
-        self.stock, self.product, self.out = stock, query.whole.product, stock.o_proj
+        self.stock, self.product, self.out = stock, query.whole.product, stock.get_submodule("o_proj")
         self.width: int = stock.head_dim  # type: ignore[assignment]
         self.heads = [size // self.width for size in query.whole.sizes]
 
@@ -76,7 +76,8 @@ def twins_of(stock: nn.Module) -> Iterator[nn.Module]:
         yield Norm(own["weight"], eps)
         yield Norm(1 + own["weight"], eps)  # Gemma's weights count from 1
     ours = not own and set(inner) == {*PROJECTIONS, "o_proj"} and _joined([inner[name] for name in PROJECTIONS])
-    if ours and stock.config._attn_implementation in (NAME, "sdpa"):  # type: ignore[union-attr]
+    how = getattr(getattr(stock, "config", None), "_attn_implementation", None)
+    if ours and how in (NAME, "sdpa"):
         yield Attention(stock)
 
 

@@ -73,7 +73,7 @@ class Target:
         pack(self.body, joined)
         self.product = PackedLinear(self.ends.head, self.ends.bias)
         self.repeats = share_keys(self.model)
-        quicken(self.body, run, tolerance(self.dtype) / 100)
+        quicken(self.body, run, tolerance(self.dtype) / 10)
         apart = differs(run(), stock[0])
         if not apart < tolerance(self.dtype):
             raise ValueError(
