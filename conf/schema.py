@@ -93,6 +93,8 @@ class Target:
     attention: str | None = None  # transformers' attn_implementation; null is its default
     trust_remote_code: bool = False
     allow_pickle: bool = False  # where the Hub has no safetensors: read *.bin with weights_only=True, convert once
+    adapter: str | None = None  # a PEFT LoRA adapter that it wears, a folder or Hub name
+    merge: bool = True  # add it to the weights, once, in the user's cache; false: compute it beside them in every pass
 
 
 @dataclass

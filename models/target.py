@@ -37,7 +37,9 @@ class Target:
     i - 1, so the number of layers is the last layer's output before the final norm.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, identity: Identity):
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, identity: Identity, hasten: bool = True
+    ):
         refuse_unfit(model)
         self.model = model.eval().requires_grad_(False)
         self.body = model.base_model
@@ -52,7 +54,7 @@ class Target:
         self._caught: dict[int, Tensor] = {}
         self.product: Callable[[Tensor], Tensor] = model.get_output_embeddings()
         self.repeats = 1  # of a mask's rows
-        if packs(self.device, self.dtype):
+        if hasten and packs(self.device, self.dtype):
             self._hasten()
         probe(self)
 
@@ -219,9 +221,19 @@ class Target:
         return {kind: additive(inside if kind == "sliding_attention" else seen) for kind in set(kinds)}
 
 
-def load_target(folder: Path, name: str, dtype: str | torch.dtype = "auto", device: str = "auto", **how: Any) -> Target:
+def load_target(
+    folder: Path,
+    name: str,
+    dtype: str | torch.dtype = "auto",
+    device: str = "auto",
+    identity: Identity | None = None,
+    change: Callable[[PreTrainedModel], object] | None = None,
+    **how: Any,
+) -> Target:
     """The target in `folder`. `dtype` auto is bf16 where the machine computes in it, else fp32; `device` auto is a GPU
     where there is one. `how` goes to `from_pretrained` (device_map, quantization_config, attn_implementation, trust_remote_code).
+
+    A model that `change` has changed has an `identity` of its own, and its layers stay as they are.
     """
     where = device_of(device)
     kind = resolve_dtype(dtype, where)
@@ -237,7 +249,9 @@ def load_target(folder: Path, name: str, dtype: str | torch.dtype = "auto", devi
         raise
     if not how.get("device_map") and not how.get("quantization_config"):
         model = model.to(where)
-    return Target(model, tokenizer, identify(folder, name, remote))
+    if change:
+        change(model)
+    return Target(model, tokenizer, identity or identify(folder, name, remote), hasten=change is None)
 
 
 def context(config: PretrainedConfig) -> int:

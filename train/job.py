@@ -16,7 +16,7 @@ from accelerate.utils import set_seed
 from hydra.utils import instantiate
 
 from conf.schema import Features, Kind, Reasoning, Run
-from decode.opening import context_of, end_tokens_of, open_target, open_tokenizer, target_folder
+from decode.opening import context_of, end_tokens_of, identity_of, open_target, open_tokenizer, served_folder
 from decode.prompts import evenly
 from models.adapter import merge
 from models.drafter import Drafter
@@ -108,7 +108,7 @@ def taught_by(run: Run, target: Target | Bodiless, known: list[Example], quiet: 
         return drafter
     drafter.learn_vocabulary(counts)
     drafter.learn_successors(before, said)
-    drafter.inherit(lambda number: layer_weights(target_folder(run.target), number))
+    drafter.inherit(lambda number: layer_weights(served_folder(run.target), number))
     return drafter
 
 
@@ -233,6 +233,8 @@ def require_parts(run: Run) -> type[Drafter]:
         raise ValueError("no drafter is chosen; give drafter= or name one in your conf, such as `- /drafter: medusa`")
     family = family_class(run.drafter["_target_"], knobs_of(run.drafter))
     require_there(run.data)
+    if run.target.adapter:
+        identity_of(run.target)  # it fits
     settle_start(run)
     return family
 

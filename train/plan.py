@@ -20,7 +20,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from conf.schema import Features, Kind, Run
-from decode.opening import config_of
+from decode.opening import config_of, worn_by
 from models.drafter import Drafter, FeatureBatch
 from models.ends import Ends
 from models.packed import packs
@@ -62,6 +62,7 @@ def plan(run: Run) -> None:
     console, machine = Console(), machine_of(run)
     run.optim.accumulate = accumulated(run.optim, machine.ranks)
     config = config_of(run.target)
+    worn_by(run.target)
     drafter, ends, frozen = outlined(run, config)
     tokens = min(run.data.longest, getattr(config, "max_position_embeddings", run.data.longest))
     probed = probe(run, config, drafter, ends, tokens, machine.device)
