@@ -95,8 +95,8 @@ def context_of(conf: TargetConf) -> int:
     return context(config.get_text_config(decoder=True))
 
 
-def open_target(conf: TargetConf) -> Target:
-    """The frozen target, loaded as `conf` says."""
+def open_target(conf: TargetConf, hasten: bool = True) -> Target:
+    """The frozen target, loaded as `conf` says; without `hasten` its layers are transformers' own, which can learn."""
     how: dict[str, Any] = {"trust_remote_code": conf.trust_remote_code}
     if conf.device_map:
         how["device_map"] = conf.device_map
@@ -107,7 +107,7 @@ def open_target(conf: TargetConf) -> Target:
     identity, worn = identity_of(conf), worn_by(conf)
     if worn is not None and not conf.merge:
         how["change"] = partial(put_on, worn=worn)
-    return load_target(target_folder(conf), conf.name, conf.dtype, conf.device, identity, **how)
+    return load_target(target_folder(conf), conf.name, conf.dtype, conf.device, identity, hasten=hasten, **how)
 
 
 def _quantized(bits: str) -> Any:

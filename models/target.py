@@ -181,9 +181,13 @@ class Target:
         position = torch.arange(ids.shape[1]).expand_as(ids)
         return self.documents(ids, loss_mask, torch.where(position < lengths.cpu()[:, None], 0, -1), position)
 
-    @torch.inference_mode()
     def documents(self, ids: Tensor, loss_mask: Tensor, document: Tensor, position: Tensor) -> FeatureBatch:
         """What a drafter learns from rows `ids` [B, T] of one `document` or several, each of which is read by itself."""
+        with torch.inference_mode():
+            return self.studied(ids, loss_mask, document, position)
+
+    def studied(self, ids: Tensor, loss_mask: Tensor, document: Tensor, position: Tensor) -> FeatureBatch:
+        """The same, by a target that may itself be learning from them."""
         ids, loss_mask, document, position = (part.to(self.device) for part in (ids, loss_mask, document, position))
         masks = {}
         if bool((document > 0).any()):
@@ -228,12 +232,14 @@ def load_target(
     device: str = "auto",
     identity: Identity | None = None,
     change: Callable[[PreTrainedModel], object] | None = None,
+    hasten: bool = True,
     **how: Any,
 ) -> Target:
     """The target in `folder`. `dtype` auto is bf16 where the machine computes in it, else fp32; `device` auto is a GPU
     where there is one. `how` goes to `from_pretrained` (device_map, quantization_config, attn_implementation, trust_remote_code).
 
-    A model that `change` has changed has an `identity` of its own, and its layers stay as they are.
+    A model that `change` has changed has an `identity` of its own. Its layers, and those of one that `hasten` does not
+    allow to be packed, stay as they are.
     """
     where = device_of(device)
     kind = resolve_dtype(dtype, where)
@@ -251,7 +257,7 @@ def load_target(
         model = model.to(where)
     if change:
         change(model)
-    return Target(model, tokenizer, identity or identify(folder, name, remote), hasten=change is None)
+    return Target(model, tokenizer, identity or identify(folder, name, remote), hasten=hasten and change is None)
 
 
 def context(config: PretrainedConfig) -> int:

@@ -54,6 +54,9 @@ class Worn:
                 f"{name} is an adapter of the kind {told.get('peft_type')} and a target wears LoRA only; merge it with peft and give the result as target.name"
             )
         told.pop("base_model_name_or_path", None)  # a path, often of another machine
+        told = {
+            name: sorted(value) if isinstance(value, list) else value for name, value in told.items()
+        }  # sets, to PEFT
         seen = hashlib.sha256(json.dumps(told, sort_keys=True).encode() + matrices.read_bytes())
         return cls(name, folder, seen.hexdigest()[:16])
 
