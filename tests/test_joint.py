@@ -92,7 +92,7 @@ def by_hand(trainee: Trainee, moving: Moving) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "how", [{"teacher": Teacher.self}, {"teacher": Teacher.data}, {"teacher": Teacher.data, "r": None}], ids=str
+    "how", [{"teacher": Teacher.self}, {"teacher": Teacher.data, "r": None}], ids=["adapter", "whole"]
 )
 def test_loss_and_gradients_are_those_of_every_token_by_itself(how: dict[str, Any]) -> None:
     trainee, moving = learning(**how)
@@ -156,9 +156,15 @@ def test_groups_give_the_heads_a_rate_of_their_own_and_leave_the_ends_alone() ->
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What runs leave: heads with an adapter alone, with the sum, with the whole decoder; and no heads at all."""
     home = tmp_path_factory.mktemp("joint")
-    for name, words in WAYS.items():
-        job.train(run_of(home / name, *words))
+    for name in ("thin", "full"):
+        job.train(run_of(home / name, *WAYS[name]))
     return home
+
+
+@pytest.fixture(scope="module")
+def total(made: Path) -> None:
+    """The sum as well."""
+    job.train(run_of(made / "sum", *WAYS["sum"]))
 
 
 WAYS = {
@@ -183,8 +189,10 @@ def written(target: Target, who: Drafter) -> list[list[int]]:
     return [one.tokens for one in generate(target, who, prompts, 20, Budget(nodes=6, depth=2)).generations]
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_what_is_decoded_is_the_new_targets_text(made: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["thin", "full", pytest.param("sum", marks=pytest.mark.slow)])
+def test_what_is_decoded_is_the_new_targets_text(made: Path, name: str, request: pytest.FixtureRequest) -> None:
+    if name == "sum":
+        request.getfixturevalue("total")
     run = opened(made, name)
     target = open_target(run.target)
     (arm,) = arms_of(run)
@@ -193,9 +201,10 @@ def test_what_is_decoded_is_the_new_targets_text(made: Path, name: str) -> None:
     assert written(target, Plain()) != written(open_target(run_of(made).target), Plain())
 
 
-def test_adapter_and_sum_are_the_same_target_with_the_same_heads(made: Path) -> None:
-    thin, total = (load_file(made / name / "model.safetensors") for name in ("thin", "sum"))
-    assert all(torch.equal(value, total[name]) for name, value in thin.items())
+@pytest.mark.slow
+def test_adapter_and_sum_are_the_same_target_with_the_same_heads(made: Path, total: None) -> None:
+    thin, whole = (load_file(made / name / "model.safetensors") for name in ("thin", "sum"))
+    assert all(torch.equal(value, whole[name]) for name, value in thin.items())
     targets = [open_target(opened(made, name).target) for name in ("thin", "sum")]
     ids = torch.tensor([[5, 99, 17, 3]])
     hidden = [one.documents(ids, ids > 0, ids * 0, torch.arange(4)[None]).last_hidden for one in targets]

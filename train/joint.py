@@ -13,10 +13,11 @@ import shutil
 import warnings
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from conf.schema import Balance, Features, Joint, Kind, Run, Teacher
 from models.adapter import linear_layers
@@ -70,7 +71,7 @@ class Moving(nn.Module):
         """Put LoRA, which changes nothing yet, on the decoder's linear layers."""
         from peft import LoraConfig, PeftModel  # takes seconds, and only such a run needs it
 
-        names = linear_layers(self.target.body, self.how.targets, "joint.targets", "the target's decoder")
+        names = named(self.target.body, self.how)
         chosen = self.how.targets or sorted({name.rpartition(".")[2] for name in names})
         settings = LoraConfig(r=r, lora_alpha=self.how.alpha, target_modules=chosen, task_type="CAUSAL_LM")  # type: ignore[arg-type]
         settings.base_model_name_or_path = self.target.identity.name
@@ -176,6 +177,30 @@ class Shift:
         return {
             name: round(value, 4) for name, value in (found | {"kl": kl / count, "agreement": same / count}).items()
         }
+
+
+def outline(how: Joint | None, model: PreTrainedModel) -> tuple[int, float, int]:
+    """Of a target without its numbers: how many parameters learn, how many activations a token leaves for the backward pass,
+    and how often its weights are multiplied in a step.
+
+    A backward pass counts once for the states and, where weights learn, once more for them.
+    """
+    if how is None:
+        return 0, 0.0, 1
+    body = model.base_model
+    parts = [part for part in body.modules() if type(part) is nn.Linear]
+    kept = float(sum(part.in_features + part.out_features for part in parts))
+    teacher = how.teacher is Teacher.self
+    if how.r is None:
+        embedding = model.get_input_embeddings().weight
+        return sum(p.numel() for p in body.parameters() if p is not embedding), kept, 3 + teacher
+    chosen = [cast(nn.Linear, body.get_submodule(name)) for name in named(body, how)]
+    return sum(how.r * (part.in_features + part.out_features) for part in chosen), kept, 2 + teacher
+
+
+def named(body: nn.Module, how: Joint) -> list[str]:
+    """The decoder's linear layers that get an adapter."""
+    return linear_layers(body, how.targets, "joint.targets", "the target's decoder")
 
 
 def way_to(run: Run, folder: Path) -> str:

@@ -17,7 +17,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from conf.schema import Features, Kind, Run
 from decode.opening import config_of, worn_by
@@ -25,6 +25,7 @@ from models.drafter import Drafter, FeatureBatch
 from models.ends import Ends
 from models.packed import packs
 from models.target import resolve_dtype
+from train.joint import outline
 from train.optim import accumulated
 from train.trainee import Trainee, apply
 
@@ -55,6 +56,7 @@ class Sizes:
     held: float  # tokens held out, whose features stay in memory
     activations: float  # bytes of a forward and backward pass, beyond weights and gradients
     process: float  # bytes of the process before anything loads
+    multiplied: float = 0.0  # the target's weights, as often as a step multiplies a token with them
 
 
 def plan(run: Run) -> None:
@@ -63,10 +65,10 @@ def plan(run: Run) -> None:
     run.optim.accumulate = accumulated(run.optim, machine.ranks)
     config = config_of(run.target)
     worn_by(run.target)
-    drafter, ends, frozen = outlined(run, config)
+    drafter, ends, model = outlined(run, config)
     tokens = min(run.data.longest, getattr(config, "max_position_embeddings", run.data.longest))
     probed = probe(run, config, drafter, ends, tokens, machine.device)
-    sizes = sizes_of(run, drafter, ends, frozen, tokens, probed)
+    sizes = sizes_of(run, drafter, ends, model, tokens, probed)
     kind = chosen(run, machine)
     console.print(
         f"{run.conf_name}: {sizes.trained:,} parameters are trained, {sizes.frozen:,} of {run.target.name} are frozen"
@@ -96,17 +98,22 @@ def chosen(run: Run, machine: Machine) -> Kind:
     return Kind.single if machine.ranks == 1 else Kind.ddp
 
 
-def outlined(run: Run, config: PretrainedConfig) -> tuple[Drafter, Ends, int]:
-    """The drafter and the target's ends without their numbers, and how many parameters the target has."""
+def outlined(run: Run, config: PretrainedConfig) -> tuple[Drafter, Ends, PreTrainedModel]:
+    """The drafter, the target's ends and the target, without their numbers."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
         ends = Ends.of(model)
         drafter: Drafter = instantiate(run.drafter, _partial_=True)(ends)
-    return drafter, ends, sum(parameter.numel() for parameter in model.parameters())
+    return drafter, ends, model
 
 
-def sizes_of(run: Run, drafter: Drafter, ends: Ends, frozen: int, tokens: int, probed: "Probed | None") -> Sizes:
+def sizes_of(
+    run: Run, drafter: Drafter, ends: Ends, model: PreTrainedModel, tokens: int, probed: "Probed | None"
+) -> Sizes:
     """The sizes of a run whose rows are `tokens` long."""
+    learned, kept, passes = outline(run.joint, model)
+    every = sum(parameter.numel() for parameter in model.parameters())
+    frozen = every - learned if run.joint and run.joint.r is None else every
     device = torch.device("cuda" if run.machine or torch.cuda.is_available() else "cpu")
     item = resolve_dtype(run.target.dtype, device).itemsize
     tied = ends.head is ends.embedding
@@ -117,11 +124,11 @@ def sizes_of(run: Run, drafter: Drafter, ends: Ends, frozen: int, tokens: int, p
     if not alone and packs(device, resolve_dtype(run.target.dtype, device)):
         target += ends.head.numel() * item  # a copy of the head, laid out for trees
     batch = run.optim.batch * (run.data.packing or tokens)
-    trained = sum(p.numel() for _, group in drafter.groups() for p in group)
+    trained = learned + sum(p.numel() for _, group in drafter.groups() for p in group)
     row = (len(drafter.taps) + 1) * ends.width * item
-    activations = probed.bytes if probed else estimated(drafter, batch)
+    activations = (probed.bytes if probed else estimated(drafter, batch)) + batch * kept * FP32
     process = psutil.Process().memory_info().rss if device.type == "cpu" else 0.6e9  # a CUDA context
-    return Sizes(trained, frozen, target, row, batch, run.data.heldout * tokens, activations, process)
+    return Sizes(trained, frozen, target, row, batch, run.data.heldout * tokens, activations, process, passes * every)
 
 
 def estimated(drafter: Drafter, tokens: float) -> float:
@@ -206,7 +213,9 @@ def amounts(run: Run, sizes: Sizes, machine: Machine, tokens: int, probed: "Prob
         said.append(f"features on disk: {rows} {count * tokens * sizes.row / 1e9:.2f} GB")
     if probed is None:
         return [*said, "time: not measured, as this machine cannot run a step of it"]
-    reading = 0.0 if run.data.features is Features.cached else 2 * sizes.frozen * probed.second_per_flop * sizes.batch
+    reading = (
+        0.0 if run.data.features is Features.cached else 2 * sizes.multiplied * probed.second_per_flop * sizes.batch
+    )
     seconds = (probed.seconds * sizes.batch + reading) * run.optim.accumulate * run.optim.steps
     said.append(
         f"time: {seconds / 60:.1f} minutes, from a step measured on this machine ({1 / probed.seconds:,.0f} tokens/s a rank"
@@ -232,7 +241,11 @@ def probe(
     ends_size = 2 * shape.head.numel()
     depths = len(outline.counts(torch.ones(1, 64, dtype=torch.bool), torch.zeros(1, 64, dtype=torch.long)))
     rows = min(run.optim.batch, int(PROBE / (6 * trained * depths * tokens + 1)))
-    if device.type != "cpu" or not rows or 4 * (2 * trained + ends_size) > psutil.virtual_memory().available / 2:
+    if (
+        device.type != "cpu"
+        or not (rows and trained)
+        or 4 * (2 * trained + ends_size) > psutil.virtual_memory().available / 2
+    ):
         return None
     ends = Ends(torch.zeros(shape.head.shape), torch.randn(shape.head.shape) * 0.02, None, config)
     drafter: Drafter = instantiate(run.drafter, _partial_=True)(ends)
