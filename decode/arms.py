@@ -10,7 +10,7 @@ import torch
 
 from conf.schema import Decode, Proposal, Run
 from decode.choice import PLAIN, STATIC, recall
-from decode.opening import find_beside, find_drafter, identity_of
+from decode.opening import called, find_beside, find_drafter, identity_of
 from models.drafter import Budget
 from models.shelf import Card, family_class, read_card, require_target
 from models.target import device_of, resolve_dtype
@@ -82,7 +82,7 @@ def holds_for(run: Run, arm: Arm) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "dtype": str(resolve_dtype(run.target.dtype, device)),
-        "target": run.target.name,
+        "target": called(run.target),
         "drafter": {"family": arm.card.family, "knobs": arm.card.knobs, "training": arm.card.training},
         "branch": run.decode.branch,
     }

@@ -46,6 +46,11 @@ def worn_by(conf: TargetConf) -> Worn | None:
     return worn
 
 
+def called(conf: TargetConf) -> str:
+    """What people call the target, its adapter included."""
+    return f"{conf.name} with {conf.adapter}" if conf.adapter else conf.name
+
+
 def identity_of(conf: TargetConf) -> Identity:
     """Which target the run has, its adapter included, without its weights."""
     base, worn = identify(base_folder(conf), conf.name, conf.trust_remote_code), worn_by(conf)

@@ -17,7 +17,7 @@ from conf.schema import Run
 from conftest import stock_model
 from decode.arms import arms_of
 from decode.engine import generate
-from decode.opening import base_folder, identity_of, open_drafter, open_target, served_folder
+from decode.opening import base_folder, called, identity_of, open_drafter, open_target, served_folder
 from models.drafter import Budget, Plain
 from models.ends import Ends
 from models.shelf import read_card
@@ -25,7 +25,9 @@ from models.worn import BASE, MATRICES, SETTINGS
 from runs import composed
 from train import job
 from train.answers import kept_in
+from train.doctor import chart_of
 from train.export import export
+from train.regenerate import drafter_of
 from train.store import Stamp
 
 SMALL = ("target.dtype=fp32", "optim.precision=fp32", "target.random.initializer_range=0.3", "drafter.heads=2")
@@ -270,3 +272,24 @@ def test_an_export_names_the_merged_checkpoint_as_what_is_served(trained: Path, 
     assert f"vllm serve {served_folder(run.target)} " in (out / "serve.md").read_text()
     with pytest.raises(ValueError, match="with the adapter"):
         export(run_of(f"trained={trained}/apart", "layout=vllm", f"out={tmp_path}/w"))
+
+
+def test_tables_call_the_adapted_target_another_one(worn: Path) -> None:
+    assert [called(run_of(*words).target) for words in ((), (f"target.adapter={worn}",))] == [
+        "tiny",
+        f"tiny with {worn}",
+    ]
+
+
+def test_the_doctor_and_regeneration_know_the_target_by_its_adapter(trained: Path, worn: Path, tmp_path: Path) -> None:
+    words = (f"target.adapter={worn}", "layout=vllm")
+    served = export(run_of(f"trained={trained}/merged", *words, f"out={tmp_path}/v"))
+    ill, well = (
+        [finding.name for finding in chart_of(run_of(*how), served).findings]
+        for how in ((), (f"target.adapter={worn}",))
+    )
+    assert "target" in ill
+    assert "target" not in well
+    helped = run_of(f"regenerate.drafter={trained}/merged")
+    with pytest.raises(ValueError, match=r"merged was trained for tiny with the adapter \S+a and this is tiny without"):
+        drafter_of(helped)

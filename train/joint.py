@@ -173,10 +173,9 @@ class Shift:
     def told(self) -> dict[str, float]:
         """Perplexity before and now, mean KL(before || now) in nats, and the share of places with the same likeliest token."""
         count, old, new, kl, same = self.sums.tolist()
-        found = {"perplexity_before": math.exp(old / count), "perplexity": math.exp(new / count)}
-        return {
-            name: round(value, 4) for name, value in (found | {"kl": kl / count, "agreement": same / count}).items()
-        }
+        before, now = torch.tensor([old / count, new / count]).exp().tolist()
+        found = {"perplexity_before": before, "perplexity": now, "kl": kl / count, "agreement": same / count}
+        return {name: round(value, 4) for name, value in found.items()}
 
 
 def outline(how: Joint | None, model: PreTrainedModel) -> tuple[int, float, int]:

@@ -34,8 +34,7 @@ class Trainee(nn.Module):
 
     def read(self, batch: FeatureBatch) -> FeatureBatch:
         """`batch` as the target reads it now: as it was read, where the target is frozen."""
-        with self.autocast():
-            return self.moving.read(batch) if self.moving else batch
+        return self.moving.read(batch) if self.moving else batch
 
     def counted(self, loss_mask: Tensor, document: Tensor) -> Tensor:
         """[] positions that a loss is divided by: those of the first depth, or all that a learning target is taught on."""
