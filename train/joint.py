@@ -3,7 +3,7 @@
 What learns is LoRA beside the decoder's linear layers, or the decoder itself; embedding and head stay as they are, so
 that whoever reads them alone reads the right ones. The same trains a target without any heads, for a domain.
 
-S tokens that the target says, D width, V vocabulary.
+B rows, T positions.
 """
 
 import json
@@ -12,6 +12,7 @@ import os
 import shutil
 import warnings
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -90,7 +91,11 @@ class Moving(nn.Module):
         return found
 
     def loss(self, drafter: Drafter, batch: FeatureBatch) -> Loss:
-        """The target's own loss and its heads', weighed; at first the heads' alone, on a target that stays."""
+        """The target's own loss and its heads', weighed; at first the heads' alone, on a target that stays.
+
+        The weight counts in the loss and in what of its gradient reaches the target. The heads themselves learn as if it
+        were 1: AdamW steps as far whatever the scale of a gradient, but long remembers that of the steps before.
+        """
         if self.step < self.first:
             with torch.no_grad():
                 now = self.read(batch)
@@ -99,9 +104,9 @@ class Moving(nn.Module):
         if self.how.teacher is Teacher.self:
             with torch.no_grad(), self.without():
                 before = self.read(batch)
-        now = self.read(batch)
-        heads = drafter.training_loss(now)
-        return heads._replace(total=self.own(before, now) + self.weight() * heads.total)
+        now, weight = self.read(batch), self.weight()
+        heads = drafter.training_loss(replace(now, last_hidden=softly(now.last_hidden, weight)))
+        return heads._replace(total=self.own(before, now) + heads.total + (weight - 1) * heads.total.detach())
 
     def own(self, before: FeatureBatch, now: FeatureBatch) -> Tensor:
         """[] the sum over all tokens that the target says: -log of their probability, or KL(before || now)."""
@@ -140,6 +145,11 @@ class Moving(nn.Module):
         save_whole(self.target.model, base, beside)
         replace_folder(beside, folder)
         return identify(folder, str(folder))
+
+
+def softly(values: Tensor, share: float) -> Tensor:
+    """`values`, that pass on a `share` of their gradient."""
+    return values.detach() + share * (values - values.detach())
 
 
 def said(loss_mask: Tensor, document: Tensor) -> Tensor:
@@ -215,33 +225,52 @@ def check(run: Run, family: type[Drafter]) -> None:
     """Raise ValueError, before anything loads, where the target cannot learn in this way."""
     how, optim = run.joint, run.optim
     assert how is not None
+    adapter, whole = how.r is not None, how.r is None or how.merge
     dtype = resolve_dtype(run.target.dtype, device_of(run.target.device))
-    many = int(os.environ.get("WORLD_SIZE", 1)) > 1 or run.engine.kind not in (Kind.auto, Kind.single)
-    wrong = {
-        f"{family.__name__} reads a frozen target; joint= trains Medusa and Hydra heads with theirs": not family.moves_target,
-        "data.features=cached: features of a target that learns change with every step; set data.features=online": run.data.features
-        is Features.cached,
-        "a target that learns is trained by one process; start one, with engine=single": many,
-        "peft= is an adapter on a frozen target's drafter; joint= trains both, so leave peft out": run.peft is not None,
-        "a target that learns is loaded whole, on one device; leave target.quantization and target.device_map out": bool(
-            run.target.quantization or run.target.device_map
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1 or run.engine.kind not in (Kind.auto, Kind.single)
+    sentences = (
+        (
+            family.moves_target,
+            f"{family.__name__} reads a frozen target; joint= trains Medusa and Hydra heads with theirs",
         ),
-        f"joint.r={how.r} joint.alpha={how.alpha}: r is at least 1, or null for the decoder itself, and alpha above 0": how.alpha
-        <= 0
-        or (how.r is not None and how.r < 1),
-        f"joint.weight={how.weight} joint.heads_rate={how.heads_rate}: the weight is not below 0 and the rate above 0": how.weight
-        < 0
-        or how.heads_rate <= 0,
-        f"joint.heads_first={how.heads_first}: it is the share of optim.steps={optim.steps} before the target moves, from 0 to less than 1, and a step must be left": not (
-            0 <= how.heads_first < 1 and optim.steps
+        (
+            run.data.features is Features.online,
+            "data.features=cached: features of a target that learns change with every step; set data.features=online",
         ),
-        "joint.teacher=self is the target with its adapter off; set joint.r, or joint.teacher=data": how.r is None
-        and how.teacher is Teacher.self,
-        "joint.r=null trains the target's own weights, in full precision; set target.dtype=fp32": how.r is None
-        and dtype.itemsize < 4,
-        "an adapter on target.adapter= would need both at once; set joint.merge=true": bool(run.target.adapter)
-        and how.r is not None
-        and not how.merge,
-    }
-    if found := next((told for told, here in wrong.items() if here), None):
-        raise ValueError(found)
+        (not several, "a target that learns is trained by one process; start one, with engine=single"),
+        (
+            run.peft is None,
+            "peft= is an adapter on the drafter of a frozen target; joint= trains both, so leave peft out",
+        ),
+        (
+            not (run.target.quantization or run.target.device_map),
+            "a target that learns is loaded as it is, on one device; leave target.quantization and target.device_map out",
+        ),
+        (
+            how.alpha > 0 and (how.r is None or how.r > 0),
+            f"joint.r={how.r} joint.alpha={how.alpha}: r is at least 1, or null for the decoder itself, and alpha above 0",
+        ),
+        (
+            how.weight >= 0 and how.heads_rate > 0,
+            f"joint.weight={how.weight} joint.heads_rate={how.heads_rate}: the weight is not below 0 and the rate above 0",
+        ),
+        (
+            0 <= how.heads_first < 1 and optim.steps,
+            f"joint.heads_first={how.heads_first}: it is the share of optim.steps={optim.steps} before the target moves, from 0 to less than 1, and a step must be left",
+        ),
+        (
+            adapter or how.teacher is Teacher.data,
+            "joint.teacher=self is the target with its adapter off; set joint.r, or joint.teacher=data",
+        ),
+        (
+            adapter or dtype.itemsize >= 4,
+            "joint.r=null trains the target's own weights, in full precision; set target.dtype=fp32",
+        ),
+        (
+            not run.target.adapter or (run.target.merge and whole),
+            "a target that wears target.adapter= learns with that merged, and is saved whole; set target.merge=true joint.merge=true",
+        ),
+    )
+    for sound, sentence in sentences:
+        if not sound:
+            raise ValueError(sentence)
