@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A domain model, end to end: a bank's way to answer becomes SmolLM2's by LoRA, and a drafter follows it.
-# A system message shows the way; the answers, without it, teach the adapter (context distillation). About an hour on a CPU;
-# COUNT=16 TOKENS=24 STEPS=8 bash scripts/domain_model.sh outputs/try tries it.
+# A system message shows the way; the answers, without it, teach the adapter (context distillation).
+# COUNT=16 TOKENS=24 STEPS=8 bash scripts/domain_model.sh outputs/try  is a small try.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
