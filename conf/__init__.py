@@ -21,6 +21,7 @@ ROOT = {
         "_self_",
         {"engine": "auto"},
         {"peft": None},
+        {"joint": None},
         {"conf": "tiny"},
         {"override hydra/job_logging": "stdout"},
         {"override hydra/hydra_logging": "none"},

@@ -50,6 +50,20 @@ class Proposal(Enum):
     sampled = "sampled"
 
 
+class Teacher(Enum):
+    """What a target that learns is held to: itself with its adapter off, or the words of the data."""
+
+    self = "self"
+    data = "data"
+
+
+class Balance(Enum):
+    """How the heads' loss weighs over the joint steps: always lambda_0, or rising to it as a quarter of a sine."""
+
+    constant = "constant"
+    sine = "sine"
+
+
 class Kind(Enum):
     """Who shares what: conf/engine/*.yaml says it in words."""
 
@@ -93,6 +107,8 @@ class Target:
     attention: str | None = None  # transformers' attn_implementation; null is its default
     trust_remote_code: bool = False
     allow_pickle: bool = False  # where the Hub has no safetensors: read *.bin with weights_only=True, convert once
+    adapter: str | None = None  # a PEFT LoRA adapter that it wears, a folder or Hub name
+    merge: bool = True  # add it to the weights, once, in the user's cache; false: compute it beside them in every pass
 
 
 @dataclass
@@ -124,6 +140,21 @@ class Peft:
     alpha: float = 16.0
     targets: list[str] | None = None  # linear layers by name or by the end of it; null: all
     merge: bool = False  # save the sum of both instead of the adapter alone
+
+
+@dataclass
+class Joint:
+    """The target learns, with its heads (Medusa-2) or by itself: what of it, from what, and how heads weigh."""
+
+    r: int | None = 32  # LoRA on its decoder; null: the decoder itself
+    alpha: float = 16.0
+    targets: list[str] | None = None  # linear layers of the decoder by name or by the end of it; null: all
+    teacher: Teacher = Teacher.self
+    weight: float = 0.01  # of the heads' loss beside the target's own: lambda_0
+    balance: Balance = Balance.sine
+    heads_first: float = 0.5  # share of the steps in which the heads learn alone
+    heads_rate: float = 4.0  # their learning rate, in those of the target
+    merge: bool = False  # save the target whole instead of its adapter alone
 
 
 @dataclass
@@ -271,6 +302,7 @@ class Run:
     machine: str | None = None  # on so many ranks of so many GB, such as 8x80; null: here
     init_from: str | None = None  # train on from this drafter of the same family: a conf, folder or Hub name
     peft: Peft | None = None  # conf/peft/lora.yaml: only an adapter is trained
+    joint: Joint | None = None  # conf/joint/*.yaml: the target learns, too
     trained: str | None = None  # a drafter to measure: folder or Hub name; null: that of `out`, else the shipped one
     allow_pickle: bool = False  # for outrider-convert: read *.bin and *.pt that hold nothing but tensors
     layout: str | None = None  # for outrider-export and outrider-convert: vllm, sglang, speculators, eagle or medusa

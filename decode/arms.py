@@ -10,10 +10,9 @@ import torch
 
 from conf.schema import Decode, Proposal, Run
 from decode.choice import PLAIN, STATIC, recall
-from decode.opening import find_beside, find_drafter, target_folder
+from decode.opening import called, find_beside, find_drafter, identity_of
 from models.drafter import Budget
 from models.shelf import Card, family_class, read_card, require_target
-from models.source import identify
 from models.target import device_of, resolve_dtype
 from models.tree import chain, ordered_paths, published_trees
 
@@ -33,7 +32,7 @@ def arms_of(run: Run) -> list[Arm]:
     how = run.decode
     found = [(run.conf_name, find_drafter(run)), *((Path(name).name, find_beside(name)) for name in how.beside)]
     arms = [arm_of(name, where, as_tuned(run, name, where) if how.tree == "tuned" else how) for name, where in found]
-    identity = identify(target_folder(run.target), run.target.name, run.target.trust_remote_code)
+    identity = identity_of(run.target)
     for arm in arms:
         if arm.folder is not None:
             require_target(arm.card, arm.folder, identity)
@@ -83,7 +82,7 @@ def holds_for(run: Run, arm: Arm) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "dtype": str(resolve_dtype(run.target.dtype, device)),
-        "target": run.target.name,
+        "target": called(run.target),
         "drafter": {"family": arm.card.family, "knobs": arm.card.knobs, "training": arm.card.training},
         "branch": run.decode.branch,
     }

@@ -22,7 +22,7 @@ from decode.figures import Sample
 from decode.gather import show
 from decode.hindsight import divergences, overlap_by_depth, sample_text
 from decode.journal import write_trace
-from decode.opening import open_drafter, open_target, open_tokenizer
+from decode.opening import called, open_drafter, open_target, open_tokenizer
 from decode.page import write_page
 from decode.prompts import Dialogue, choose, exchanges, most_exchanges
 from decode.report import Report, write_report
@@ -50,7 +50,7 @@ def measure(run: Run) -> Report:
             console.print(f"warning: {warning}")
     if typical:
         console.print(f"typical acceptance, lossy: the text is not distributed as the target's own ({typical})")
-    console.print(f"target {run.target.name} ({target.identity.fingerprint})")
+    console.print(f"target {called(run.target)} ({target.identity.fingerprint})")
     guessers = [(Plain(), Budget(nodes=1)), *((each, arm.budget) for each, arm in zip(drafters, arms, strict=True))]
     decode = partial(generate, target, limit=how.tokens, sampling=sampling, rows=how.rows, typical=typical)
     ladder = Ladder(target, how.rows, typical_context(chosen, how.tokens), widest(arms))
@@ -164,7 +164,7 @@ def settings(run: Run, arm: Arm, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "drafter": arm.name,
         "folder": arm.folder.name if arm.folder else None,
-        "target": run.target.name,
+        "target": called(run.target),
         "dtype": str(dtype).removeprefix("torch."),
         **{key: how[key] for key in ("bench", "turns", "tokens", "temperature", "top_k", "top_p", "rows", "longest")},
         "tree": [list(path) for path in budget.paths]

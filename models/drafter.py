@@ -90,6 +90,9 @@ class Drafter(nn.Module):
     taps: tuple[int, ...] = ()  # () reads the last hidden state only, or nothing
     recomputed: tuple[str, ...] = ()  # methods of which a run short of memory keeps the inputs only; (): of its layers
     needs_training = True  # False: it drafts for any target as it is made, from its knobs alone
+    moves_target = (
+        False  # True: its loss may be differentiated by what the target made, too, so the two may learn together
+    )
 
     @classmethod
     def reach(cls, knobs: dict[str, Any]) -> int | None:
@@ -165,7 +168,24 @@ def counted(loss_mask: Tensor, document: Tensor, depths: int) -> Tensor:
 
 
 class Plain(Drafter):
-    """Proposes nothing: the round is plain decoding, in the same loop and on the same clock."""
+    """Proposes nothing: the round is plain decoding, in the same loop and on the same clock.
+
+    It has nothing to learn, so where a target learns beside it, the target alone does.
+    """
+
+    moves_target = True
+
+    def __init__(self, ends: object = None):
+        super().__init__()
+
+    def counts(self, loss_mask: Tensor, document: Tensor) -> Tensor:
+        """[0] there is no depth."""
+        return torch.zeros(0)
+
+    def training_loss(self, batch: FeatureBatch) -> Loss:
+        """Nothing."""
+        none, empty = torch.zeros((), device=batch.input_ids.device), torch.zeros(0, device=batch.input_ids.device)
+        return Loss(none, none, empty, empty, empty)
 
     def propose(self, committed: Committed, state: Any, budget: Budget, voice: Voice) -> TokenTree:
         """Only the root."""

@@ -42,6 +42,8 @@ class Medusa(Drafter):
     weigh is `decay`, as models.losses.Objective reads them.
     """
 
+    moves_target = True
+
     def __init__(
         self,
         ends: Ends,

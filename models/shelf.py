@@ -33,7 +33,7 @@ class Card:
 
     family: str  # module and class, as in conf/drafter/*.yaml
     knobs: dict[str, Any]
-    target: dict[str, Any]  # name, fingerprint, width, vocabulary
+    target: dict[str, Any]  # name, fingerprint, width, vocabulary; with an adapter its name, and base's fingerprint
     taps: list[int]
     tree: list[list[int]] = field(
         default_factory=list
@@ -117,11 +117,22 @@ def require_target(card: Card, folder: Path, target: Identity) -> None:
         raise ValueError(
             f"{folder} was trained for {trained['name']} (width {trained['width']}); {name} has width {target.width}. Set target= to the former"
         )
-    if trained["fingerprint"] != target.fingerprint:
+    if trained["fingerprint"] == target.fingerprint:
+        return
+    if (trained.get("base") or trained["fingerprint"]) == (target.base or target.fingerprint):
+        there, here = trained.get("adapter"), target.adapter
         raise ValueError(
-            f"{folder} was trained for {trained['name']} (fingerprint {trained['fingerprint']}); these weights of {name}, its tokenizer or its "
-            f"template are others ({target.fingerprint}). Set target= to the former or train again"
+            f"{folder} was trained for {trained['name']} {_wearing(there)} and this is {name} {_wearing(here)}{', which has changed' if there == here else ''}. "
+            f"Set target.adapter={there or 'null'} or train again"
         )
+    raise ValueError(
+        f"{folder} was trained for {trained['name']} (fingerprint {trained['fingerprint']}); these weights of {name}, its tokenizer or its "
+        f"template are others ({target.fingerprint}). Set target= to the former or train again"
+    )
+
+
+def _wearing(adapter: str | None) -> str:
+    return f"with the adapter {adapter}" if adapter else "without an adapter"
 
 
 def family_class(family: str, knobs: Iterable[str]) -> type[Drafter]:

@@ -43,6 +43,8 @@ class Identity:
     fingerprint: str
     width: int
     vocabulary: int
+    base: str | None = None  # where it wears an adapter: the fingerprint without,
+    adapter: str | None = None  # and the adapter's name, for people
 
 
 def cache_home() -> Path:

@@ -40,7 +40,9 @@ class Target:
     i - 1, so the number of layers is the last layer's output before the final norm.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, identity: Identity):
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, identity: Identity, hasten: bool = True
+    ):
         refuse_unfit(model)
         self.model = model.eval().requires_grad_(False)
         self.body = model.base_model
@@ -55,7 +57,7 @@ class Target:
         self._caught: dict[int, Tensor] = {}
         self.product: Callable[[Tensor], Tensor] = model.get_output_embeddings()
         self.repeats = 1  # of a mask's rows
-        if packs(self.device, self.dtype) and not spread_out(self.layers):
+        if hasten and packs(self.device, self.dtype) and not spread_out(self.layers):
             self._hasten()
         probe(self)
 
@@ -190,9 +192,13 @@ class Target:
         position = torch.arange(ids.shape[1]).expand_as(ids)
         return self.documents(ids, loss_mask, torch.where(position < lengths.cpu()[:, None], 0, -1), position)
 
-    @torch.inference_mode()
     def documents(self, ids: Tensor, loss_mask: Tensor, document: Tensor, position: Tensor) -> FeatureBatch:
         """What a drafter learns from rows `ids` [B, T] of one `document` or several, each of which is read by itself."""
+        with torch.inference_mode():
+            return self.studied(ids, loss_mask, document, position)
+
+    def studied(self, ids: Tensor, loss_mask: Tensor, document: Tensor, position: Tensor) -> FeatureBatch:
+        """The same, by a target that may itself be learning from them."""
         ids, position = (sent(part, self.device) for part in (ids, position))
         loss_mask, document, masks = loss_mask.cpu(), document.cpu(), {}
         if bool((document > 0).any()):
@@ -236,12 +242,18 @@ def load_target(
     name: str,
     dtype: str | torch.dtype = "auto",
     device: str = "auto",
+    identity: Identity | None = None,
     spread: Callable[[PreTrainedModel], None] | None = None,
+    change: Callable[[PreTrainedModel], object] | None = None,
+    hasten: bool = True,
     **how: Any,
 ) -> Target:
     """The target in `folder`. `dtype` auto is bf16 where the machine computes in it, else fp32; `device` auto is a GPU
     where there is one. `spread` takes the model from main memory to the devices of several processes. `how` goes to
     `from_pretrained` (device_map, quantization_config, attn_implementation, trust_remote_code).
+
+    A model that `change` has changed has an `identity` of its own. Its layers, and those of one that `hasten` does not
+    allow to be packed, stay as they are.
     """
     where = device_of(device)
     kind = resolve_dtype(dtype, where)
@@ -259,7 +271,9 @@ def load_target(
         spread(model)
     elif not how.get("device_map") and not how.get("quantization_config"):
         model = model.to(where)
-    return Target(model, tokenizer, identify(folder, name, remote))
+    if change:
+        change(model)
+    return Target(model, tokenizer, identity or identify(folder, name, remote), hasten=hasten and change is None)
 
 
 def context(config: PretrainedConfig) -> int:

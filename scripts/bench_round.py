@@ -21,7 +21,7 @@ from conf import command
 from conf.schema import Run
 from decode.arms import arms_of
 from decode.engine import generate, rounds
-from decode.opening import open_drafter, open_target, open_tokenizer, target_folder
+from decode.opening import open_drafter, open_target, open_tokenizer, served_folder
 from decode.prompts import choose
 from models.cache import KVCache
 from models.drafter import Budget, Drafter, Plain
@@ -161,7 +161,7 @@ def bench(run: Run) -> None:
     )
     drafted = take_apart(target, drafter, arm.budget, prompt, how.tokens)
     plain = take_apart(target, Plain(), Budget(nodes=1), prompt, how.tokens)
-    stock = AutoModelForCausalLM.from_pretrained(target_folder(run.target), dtype=target.dtype)
+    stock = AutoModelForCausalLM.from_pretrained(served_folder(run.target), dtype=target.dtype)
     ours = against_generate(target, stock.eval(), prompt, how.tokens)
     for clock in CLOCKS:
         faster = min("dynamic cache", "static cache", key=lambda name: ours[name][clock])

@@ -13,7 +13,7 @@ from typing import Any
 from conf import command
 from conf.schema import Run
 from decode.engine import Generation, generate
-from decode.opening import open_drafter, open_target, open_tokenizer, target_folder
+from decode.opening import open_drafter, open_target, open_tokenizer, served_folder
 from decode.prompts import choose
 from models.drafter import Budget, Plain
 from models.layouts import LAYOUTS
@@ -47,7 +47,7 @@ def expect(run: Run) -> None:
         target, drafter, prompts, TOKENS + depth, Budget(tuple(chain(depth)), depth + 1, depth), rows=ROWS
     )
     found = {
-        "target": str(target_folder(run.target)),
+        "target": str(served_folder(run.target)),
         "depth": depth,
         "tokens": TOKENS,
         "prompts": prompts,

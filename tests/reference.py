@@ -496,3 +496,32 @@ def attention_by_query(
         )
         found.append((keys @ queries[row, head, query] * width**-0.5).softmax(0) @ values)
     return torch.stack(found).view(rows, heads, count, width)
+
+
+def joint_by_hand(
+    ids: list[int],
+    said: list[bool],
+    before: Tensor | None,
+    logits: Tensor,
+    heads: Sequence[Tensor],
+    weight: float,
+    decay: float,
+) -> Tensor:
+    """[] the loss of one conversation, token by token: the target's own, and that of head k for the token k further.
+
+    `logits` [T, V] of the target, `before` [T, V] those it had when its adapter was off, or None: the text teaches. `heads` K times [T, V].
+    """
+    total = logits.new_zeros(())
+    for t in range(len(ids) - 1):
+        if not said[t + 1]:
+            continue
+        now = logits[t].log_softmax(-1)
+        if before is None:
+            total = total - now[ids[t + 1]]
+        else:
+            old = before[t].log_softmax(-1)
+            total = total + (old.exp() * (old - now)).sum()
+        for k, guess in enumerate(heads, start=1):
+            if t + 1 + k < len(ids) and all(said[t + 1 : t + 2 + k]):
+                total = total - weight * decay ** (k - 1) * guess[t].log_softmax(-1)[ids[t + 1 + k]]
+    return total

@@ -164,6 +164,7 @@ def test_what_is_kept_in_main_memory_steps_the_same(kind, folder, briefly):
         (2, ["data.features=cached"], "each process reads for itself: write the features first"),
         (2, ["log.prompts=2"], "each process decodes by itself; set log.prompts=0"),
         (2, ["target.device_map=auto"], "which place the target themselves; choose one"),
+        (2, ["target.adapter=some", "target.merge=false"], "set target.merge=true"),
     ],
 )
 def test_a_target_that_cannot_be_shared_out_is_refused(count, words, message):

@@ -53,6 +53,20 @@ def test_the_engine_that_fits_is_named(capsys):
     assert "engine=zero2 fits" in told(capsys, *PAPER, "data.features=cached", "data.heldout=0", "engine=zero2")
 
 
+def test_a_target_that_learns_is_planned_with_what_of_it_learns(capsys):
+    """LoRA has r * (in + out) parameters a linear layer; the whole decoder is all but the two ends of 128256 x 8192."""
+    heads = 4 * (8192 * 8192 + 8192 + 128256 * 8192)
+    layer = 2 * (8192 + 8192) + 2 * (8192 + 1024) + 3 * (8192 + 28672)
+    lora = told(capsys, *PAPER, "joint=lora")
+    assert f"{heads + 80 * 32 * layer:,} parameters are trained, 70,553,706,496 of tiny are frozen" in lora
+    decoder = 70_553_706_496 - 2 * 128256 * 8192
+    full = told(capsys, *PAPER, "joint=full")
+    assert f"{heads + decoder:,} parameters are trained, {2 * 128256 * 8192:,} of tiny are frozen" in full
+    kept = 80 * 2048 * 4 * (2 * (8192 + 8192) + 2 * (8192 + 1024) + 3 * (8192 + 28672))
+    by_heads = 4 * 2048 * 4 * 4 * (8192 + 8192)  # at each of four depths
+    assert re.search(rf"activations {(kept + by_heads) / GB:.2f} ", full)
+
+
 def sizes(**changes: float) -> Sizes:
     given = {
         "trained": 100,
@@ -133,6 +147,8 @@ MEASURED = {
     "medusa, wide": ["drafter=medusa", "drafter.layers=4", random_target(1536, 1)],
     "eagle3": ["drafter=eagle3", "drafter.steps=3", random_target(1536, 3)],
     "a large target": ["drafter=medusa", random_target(1024, 8)],
+    "a target that learns": ["drafter=medusa", "joint=full", random_target(1024, 8)],
+    "a target with an adapter that learns": ["drafter=medusa", "joint=lora", random_target(1024, 8)],
 }
 
 

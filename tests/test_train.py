@@ -32,6 +32,7 @@ from train.features import Live, Source
 from train.loop import count
 from train.optim import rate
 from train.sources import conversations_of
+from train.trainee import Trainee
 from train.trees import NODES, WIDTH
 
 STEPS = 40
@@ -249,9 +250,9 @@ def test_a_share_of_a_step_that_asks_nothing_counts_nothing():
     """One token that the target said is no question to any head; and a clamp before ranks add up would count one."""
     examples = [Example([5, 6, 7], [False, False, True])] * 2 + [Example([5] * 9, [True] * 9)] * 2
     source = Source(examples, Live(None), size=2, seed=0)
-    drafter = Medusa(Ends(torch.ones(9, 4), torch.ones(9, 4), None, LlamaConfig()), heads=2)
-    assert [int(count(drafter, source, [piece])) for piece in ([0, 1], [2, 3], [1, 2])] == [0, 14, 7]
-    assert int(count(drafter, source, [[0, 1], [2, 3]])) == 14
+    trainee = Trainee(Medusa(Ends(torch.ones(9, 4), torch.ones(9, 4), None, LlamaConfig()), heads=2))
+    assert [int(count(trainee, source, [piece])) for piece in ([0, 1], [2, 3], [1, 2])] == [0, 14, 7]
+    assert int(count(trainee, source, [[0, 1], [2, 3]])) == 14
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

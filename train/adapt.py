@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from conf.schema import Run
-from decode.opening import target_folder, trained_by
+from decode.opening import identity_of, trained_by
 from models.adapter import attach
 from models.drafter import Drafter
 from models.ends import Ends
 from models.shelf import digest, family_class, knobs_of, load_drafter, read_card, require_target
-from models.source import from_hub, identify
+from models.source import from_hub
 from models.vocabulary import DraftVocabulary
 
 
@@ -52,8 +52,9 @@ def settle_start(run: Run) -> None:
         raise ValueError(
             f"init_from={run.init_from} was made otherwise: {told}; set {' '.join(f'drafter.{name}={there[name]}' for name in differing)}"
         )
-    name, remote = run.target.name, run.target.trust_remote_code
-    require_target(card, folder, identify(target_folder(run.target), name, remote))
+    identity = identity_of(run.target)
+    if card.target["fingerprint"] != identity.base:  # a drafter of the same target without its adapter is a start
+        require_target(card, folder, identity)
 
 
 def with_defaults(family: str, knobs: dict[str, Any]) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema import Data, Run
-from decode.opening import target_folder
+from decode.opening import identity_of
 from decode.prompts import evenly
-from models.source import cache_home, fingerprint
+from models.source import cache_home
 from train.chat import Row
 from train.clean import asked_in, words
 from train.data import write_rows
@@ -85,7 +85,7 @@ def imagined_by(run: Run) -> Path:
 
 def kept_in(run: Run, what: str, *terms: Any) -> Path:
     """The cache's file of what this target answers, on the terms of `run.regenerate`."""
-    how, whose = run.regenerate, fingerprint(target_folder(run.target), run.target.trust_remote_code)
+    how, whose = run.regenerate, identity_of(run.target).fingerprint
     every = json.dumps([how.tokens, how.longest, how.temperature, run.seed, *terms])
     home = cache_home() / what
     home.mkdir(parents=True, exist_ok=True)

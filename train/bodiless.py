@@ -1,9 +1,8 @@
 """A target without its body: with all features on disk, training needs its embedding and head alone."""
 
 from conf.schema import Target as TargetConf
-from decode.opening import target_folder
+from decode.opening import identity_of, target_folder
 from models.ends import Ends
-from models.source import identify
 from models.target import device_of, resolve_dtype
 
 
@@ -15,7 +14,7 @@ class Bodiless:
         self.device = device_of(conf.device)
         self.dtype = resolve_dtype(conf.dtype, self.device)
         self.ends = Ends.load(folder, self.dtype, str(self.device))
-        self.identity = identify(folder, conf.name, conf.trust_remote_code)
+        self.identity = identity_of(conf)
         self.taps: tuple[int, ...] = ()
 
     def tap(self, taps: tuple[int, ...]) -> None:

@@ -40,7 +40,7 @@ class Progress:
     def hear(self, verdict: Verdict, engine: Engine) -> None:
         """Keep the weights if none before accepted more."""
         self.behind += 1
-        if self.best is None or verdict.tau > self.best.tau:
+        if verdict.beats(self.best):
             self.best, self.behind = verdict, 0
             with engine.whole():
                 self.weights = (

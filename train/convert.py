@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from conf.schema import Run
-from decode.opening import target_folder
+from decode.opening import identity_of, target_folder
 from models.ends import Ends, opened, tensor_files
 from models.layouts import recognised
 from models.served import Layout, Own, Served
 from models.shelf import CARD, Card, keep, read_card, require_target
-from models.source import Identity, fetched, identify
+from models.source import Identity, fetched
 from train.export import RECORD
 
 
@@ -30,7 +30,7 @@ def convert(run: Run) -> None:
     layout = recognised(served, run.layout)
     folder = target_folder(run.target)
     own = layout.read(served, Ends.load(folder, dtype=None))
-    card = card_of(source, layout, own, identify(folder, run.target.name, run.target.trust_remote_code), run.trained)
+    card = card_of(source, layout, own, identity_of(run.target), run.trained)
     keep(own.tensors, card, out)
     for note in own.notes:
         print(f"note: {note}")

@@ -356,6 +356,8 @@ def check_target(run: Run, ranks: int) -> None:
         why = "does not go with log.prompts, where each process decodes by itself; set log.prompts=0"
     elif run.target.device_map or run.target.quantization:
         why = "does not go with target.device_map or target.quantization, which place the target themselves; choose one"
+    elif run.target.adapter and not run.target.merge:
+        why = "does not go with an adapter applied on the fly; set target.merge=true"
     if run.engine.shard_target and why:
         raise ValueError(f"engine.shard_target=true {why}")
 

@@ -10,7 +10,7 @@ import torch
 
 from conf.schema import Run
 from conf.schema import Target as TargetConf
-from decode.opening import open_tokenizer, target_folder, trained_by
+from decode.opening import identity_of, open_tokenizer, served_folder, trained_by
 from models.ends import Ends
 from models.layouts import layout_for
 from models.served import Layout, Served
@@ -26,7 +26,7 @@ from models.shelf import (
     replace_folder,
     require_target,
 )
-from models.source import from_hub, identify
+from models.source import from_hub
 
 RECORD = (
     "outrider.yaml"  # the drafter's card in an export: what it drafts for, and what it accepted when it was trained
@@ -45,8 +45,8 @@ def export(run: Run) -> Path:
     layout = layout_for(run.layout, card.family)
     layout.require_said(card.knobs)
     out = destination(run, layout)
-    folder = target_folder(run.target)
-    require_target(card, source, identify(folder, run.target.name, run.target.trust_remote_code))
+    folder = served_folder(run.target)
+    require_target(card, source, identity_of(run.target))
     served = layout.write(*opened_drafter(source, card, folder), verifier(run.target, folder))
     template = template_digest(open_tokenizer(run.target).chat_template)
     write(served, layout, source, card, verifier(run.target, folder), template, out)
@@ -77,8 +77,8 @@ def destination(run: Run, layout: Layout) -> Path:
 
 
 def verifier(conf: TargetConf, folder: Path) -> str:
-    """Where other programs find the target: its Hub name, or the local folder of one that has none."""
-    return conf.name if conf.wheel is None and conf.random is None else str(folder)
+    """Where other programs find the target: its Hub name, or the local folder of one that has none, or wears an adapter."""
+    return conf.name if conf.wheel is None and conf.random is None and conf.adapter is None else str(folder)
 
 
 def opened_drafter(source: Path, card: Card, folder: Path) -> tuple[Any, dict[str, torch.Tensor], Ends]:

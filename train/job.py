@@ -16,7 +16,15 @@ from accelerate.utils import set_seed
 from hydra.utils import instantiate
 
 from conf.schema import Features, Kind, Reasoning, Run
-from decode.opening import context_of, end_tokens_of, open_target, open_tokenizer, target_folder
+from decode.opening import (
+    base_folder,
+    context_of,
+    end_tokens_of,
+    identity_of,
+    open_target,
+    open_tokenizer,
+    served_folder,
+)
 from decode.prompts import evenly
 from models.adapter import merge
 from models.drafter import Drafter
@@ -32,8 +40,10 @@ from train.data import load_examples, spoken
 from train.engines import Engine, check_target, engine_for, put
 from train.engines import check as check_engine
 from train.features import Live, Reader, Source, laid_out
+from train.joint import Moving, Unread, way_to
+from train.joint import check as check_joint
 from train.judge import Judge, Trial, Verdict, prompts_of
-from train.log import plain
+from train.log import plain, sentence
 from train.loop import fit
 from train.plan import plan
 from train.sources import require_there
@@ -55,19 +65,23 @@ def train(run: Run) -> None:
             checkpoint.require_same(out, config)
         target = target_for(run, taught + held, engine)
         drafter = taught_by(run, target, known, quiet=not engine.first)
+        moving = Moving(target, run.joint, run.optim.steps) if run.joint and isinstance(target, Target) else None
         reader = reader_for(run, target, taught + held, engine)
-        source = Source(taught, reader, run.optim.batch, run.seed, room=run.data.packing)
+        teaches = Unread(target.device) if moving else reader
+        source = Source(taught, teaches, run.optim.batch, run.seed, room=run.data.packing)
         heldout = Source(held, reader, run.optim.batch, run.seed, keep=True)
         heldout.read_all(quiet=not engine.first)
         if run.overwrite:
             clear(out, engine)
         bf16 = resolve_dtype(run.optim.precision, engine.device) is torch.bfloat16
-        trainee = Trainee(drafter, bf16)
+        trainee = Trainee(drafter, bf16, moving)
         judge = Judge(heldout, engine, trial_of(run, target, drafter, held))
         apply(run.engine, drafter)
         progress = fit(trainee, source, judge, run, engine, checkpoint.Keeper(out, config, run, engine.first))
         with engine.whole():
             if engine.first:
+                if moving:
+                    heldout = Source(held, reader, run.optim.batch, run.seed)  # read anew
                 finish(run, trainee, target, heldout, progress, taught)
         engine.wait()
     engine.end()
@@ -87,18 +101,26 @@ def finish(
     put(progress.weights, trainee)
     said = card(run, drafter, target, best, taught)
     recommend(drafter, heldout, said)
+    way = f"conf={run.conf_name} trained={out}"
+    if trainee.moving:
+        assert run.joint is not None
+        assert best.moved is not None
+        said.target = asdict(trainee.moving.save(out / "target", base_folder(run.target)))
+        said.training["target"] = {**plain(run.joint), **best.moved}
+        way += f" {way_to(run, out / 'target')}"
+        print(f"the target has changed: {sentence(best.moved)}. It is in {out / 'target'}")
     if run.peft and run.peft.merge:
         merge(drafter)
     save_drafter(drafter, said, out, torch.bfloat16)
     checkpoint.forget(out)
-    print(f"the drafter is in {out}; measure it: python decode/run.py conf={run.conf_name} trained={out}")
+    print(f"the drafter is in {out}; measure it: python decode/run.py {way}")
 
 
 def taught_by(run: Run, target: Target | Bodiless, known: list[Example], quiet: bool) -> Drafter:
     """The drafter before its first step."""
     set_seed(run.seed)
     drafter: Drafter = instantiate(run.drafter, _partial_=True)(target.ends).to(target.device)
-    if run.optim.steps and not any(True for _ in drafter.parameters()):
+    if run.optim.steps and not run.joint and not any(True for _ in drafter.parameters()):
         raise ValueError(f"{run.drafter['_target_']} has no weights to train: it is only counted. Set optim.steps=0")
     target.tap(drafter.taps)
     before, said = spoken(known)
@@ -108,7 +130,7 @@ def taught_by(run: Run, target: Target | Bodiless, known: list[Example], quiet: 
         return drafter
     drafter.learn_vocabulary(counts)
     drafter.learn_successors(before, said)
-    drafter.inherit(lambda number: layer_weights(target_folder(run.target), number))
+    drafter.inherit(lambda number: layer_weights(served_folder(run.target), number))
     return drafter
 
 
@@ -119,7 +141,7 @@ def target_for(run: Run, examples: list[Example], engine: Engine) -> Target | Bo
         alone.tap(instantiate(run.drafter, _partial_=True)(alone.ends).taps)
         if not open_store(run.data.store, alone, examples).missing(examples):
             return alone
-    return open_target(run.target, engine.spread if run.engine.shard_target else None)
+    return open_target(run.target, engine.spread if run.engine.shard_target else None, hasten=run.joint is None)
 
 
 def trial_of(run: Run, target: Target | Bodiless, drafter: Drafter, held: list[Example]) -> Trial | None:
@@ -196,7 +218,13 @@ def identity(run: Run, ranks: int) -> dict[str, Any]:
         },
     }
     told = {f"{part}.{key}": str(value) for part, values in shaping.items() for key, value in values.items()}
-    return {**told, "seed": str(run.seed), "init_from": str(run.init_from), "peft": str(run.peft)}
+    return {
+        **told,
+        "seed": str(run.seed),
+        "init_from": str(run.init_from),
+        "peft": str(run.peft),
+        "joint": str(run.joint),
+    }
 
 
 def prepare(run: Run, out: Path) -> tuple[Engine, dict[str, Any]]:
@@ -234,7 +262,11 @@ def require_parts(run: Run) -> type[Drafter]:
         raise ValueError("no drafter is chosen; give drafter= or name one in your conf, such as `- /drafter: medusa`")
     family = family_class(run.drafter["_target_"], knobs_of(run.drafter))
     require_there(run.data)
+    if run.target.adapter:
+        identity_of(run.target)  # it fits
     settle_start(run)
+    if run.joint:
+        check_joint(run, family)
     return family
 
 

@@ -18,6 +18,7 @@ from models.tree import chain
 from train.chat import Example
 from train.engines import Engine
 from train.features import Source
+from train.joint import Shift
 from train.trainee import Trainee
 
 DRAWS = 1000  # bootstrap samples of the held-out rows
@@ -35,6 +36,15 @@ class Verdict:
     sampled: list[float]  # overlap
     positions: list[int]
     decoded: float | None  # tau of a real decode of a few held-out prompts
+    moved: dict[str, float] | None = None  # of a target that learns: how far it is from what it was
+
+    def beats(self, other: "Verdict | None") -> bool:
+        """Whether more is accepted than `other` found, or as much and the target foretells the text better."""
+        return other is None or self._worth > other._worth
+
+    @property
+    def _worth(self) -> tuple[float, float]:
+        return self.tau, -self.moved["perplexity"] if self.moved else 0.0
 
     @property
     def acceptance(self) -> dict[str, Any]:
@@ -79,7 +89,7 @@ class Judge:
         drafter = trainee.drafter
         with self.engine.whole(), torch.no_grad():
             drafter.eval()
-            sums = self._sums(trainee, drafter)
+            sums, moved = self._sums(trainee, drafter)
             decoded = self.trial.run(drafter, self.engine) if self.trial else None
             drafter.train()
         low, high = interval(sums)
@@ -87,18 +97,26 @@ class Judge:
         greedy, sampled = rounded(hits / seen.clamp(min=1)), rounded(overlap / seen.clamp(min=1))
         tau = float(taus(sums.sum(0)))
         decoded = None if decoded is None else round(decoded, 4)
-        return Verdict(step, round(tau, 4), low, high, greedy, sampled, [int(value) for value in seen], decoded)
+        return Verdict(step, round(tau, 4), low, high, greedy, sampled, [int(value) for value in seen], decoded, moved)
 
-    def _sums(self, trainee: Trainee, drafter: Drafter) -> Tensor:
-        """[R, 3, K] positions, hits and overlap of every held-out row, in the same order whoever read them."""
+    def _sums(self, trainee: Trainee, drafter: Drafter) -> tuple[Tensor, dict[str, float] | None]:
+        """[R, 3, K] positions, hits and overlap of every held-out row, in the same order whoever read them.
+
+        Beside them how far a target that learns has moved since the rows were first read.
+        """
         pieces = list(enumerate(self.heldout.everything()))
-        mine = []
+        mine, shift = [], Shift(trainee.moving.target) if trainee.moving else None
         for number, piece in pieces[self.engine.rank :: self.engine.ranks]:
-            for row in rows_of(self.heldout.features(piece)):
+            before = self.heldout.features(piece)
+            now = trainee.read(before)
+            if shift:
+                shift.see(before, now)
+            for row in rows_of(now):
                 with trainee.autocast():
                     loss = drafter.training_loss(row)
                 mine.append((number, torch.stack([loss.seen, loss.hits, loss.overlap]).double().cpu()))
-        return torch.stack([sums for _, sums in sorted(self.engine.gather(mine), key=lambda each: each[0])])
+        every = sorted(self.engine.gather(mine), key=lambda each: each[0])
+        return torch.stack([sums for _, sums in every]), shift.told() if shift else None
 
 
 def rows_of(batch: FeatureBatch) -> list[FeatureBatch]:

@@ -85,18 +85,21 @@ class Journal:
 
         `best` is the best of all so far.
         """
+        if verdict.moved:
+            self.console.print(f"step {verdict.step}: {sentence(verdict.moved)}")
         first, second = (" ".join(f"{rate:.3f}" for rate in rates) for rates in (verdict.greedy, verdict.sampled))
         tau = f"tau {verdict.tau:.2f} ({verdict.low:.2f}-{verdict.high:.2f})"
         real = "" if verdict.decoded is None else f", {verdict.decoded:.2f} decoded"
-        self.console.print(
-            f"step {verdict.step}: held-out acceptance by depth, greedy {first}, sampled {second}; {tau}{real}"
-        )
+        if verdict.positions:
+            self.console.print(
+                f"step {verdict.step}: held-out acceptance by depth, greedy {first}, sampled {second}; {tau}{real}"
+            )
         self.last, self.best = verdict, best
         if self.curves is not None:
             by_depth = {"greedy": verdict.greedy, "sampled": verdict.sampled}
             curves = {f"{name}/{k}": rate for name, rates in by_depth.items() for k, rate in enumerate(rates, 1)}
             real_tau = {} if verdict.decoded is None else {"decoded": verdict.decoded}
-            self.curves.log(curves | real_tau | {"tau": verdict.tau}, step=verdict.step)
+            self.curves.log(curves | real_tau | (verdict.moved or {}) | {"tau": verdict.tau}, step=verdict.step)
 
     def summary(self) -> str:
         """What the steps of this process came to."""
@@ -105,6 +108,14 @@ class Journal:
             f"{self.done:,} steps of {self.seconds / self.done:.3g} s, {self.tokens:,} tokens at {self.tokens / self.seconds:,.0f} tokens/s, "
             f"{self.waited / self.seconds:.1%} of it waiting for features{best}"
         )
+
+
+def sentence(moved: dict[str, float]) -> str:
+    """What became of the target, in words."""
+    return (
+        f"on held-out text the target's perplexity is {moved['perplexity']:.3f} ({moved['perplexity_before']:.3f} before), "
+        f"KL {moved['kl']:.4f} nats a token, and its likeliest token is the old one in {moved['agreement']:.1%} of the places"
+    )
 
 
 def plain(part: Any) -> dict[str, Any]:

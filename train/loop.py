@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from conf.schema import Run
-from models.drafter import Drafter
 from train.alarm import Asked, Stopped, Tidings
 from train.checkpoint import Keeper, Progress, throw
 from train.engines import Engine
@@ -23,7 +22,7 @@ def fit(trainee: Trainee, source: Source, judge: Judge, run: Run, engine: Engine
     Every loss is divided by the positions counted in the whole step, over micro-batches and ranks, before it is
     differentiated, so neither accumulation nor the number of ranks changes the gradient.
     """
-    optim, drafter = run.optim, trainee.drafter
+    optim = run.optim
     if not optim.steps:
         return Progress(0, judge(trainee, 0))
     progress, tensors, dice = keeper.open(trainee)
@@ -40,7 +39,8 @@ def fit(trainee: Trainee, source: Source, judge: Judge, run: Run, engine: Engine
             later = (
                 source.piece(numbers[0] + optim.accumulate * engine.ranks) if progress.step + 1 < optim.steps else []
             )
-            counted = engine.sum(count(drafter, source, pieces)).clamp(min=1)
+            counted = engine.sum(count(trainee, source, pieces)).clamp(min=1)
+            trainee.at(progress.step)
             total = torch.zeros((), device=engine.device)
             for micro, (piece, then) in enumerate(zip(pieces, [*pieces[1:], later], strict=True), start=1):
                 total += engine.learn(source.features(piece, then), counted, last=micro == len(pieces))
@@ -71,6 +71,6 @@ def due(step: int, interval: int, last: int) -> bool:
     return step % interval == 0 or step == last
 
 
-def count(drafter: Drafter, source: Source, pieces: list[list[int]]) -> Tensor:
-    """[] positions that this rank's share of a step is counted over, at the first depth."""
-    return torch.stack([drafter.counts(*source.masks(piece))[0] for piece in pieces]).sum()
+def count(trainee: Trainee, source: Source, pieces: list[list[int]]) -> Tensor:
+    """[] positions that this rank's share of a step is counted over."""
+    return torch.stack([trainee.counted(*source.masks(piece)) for piece in pieces]).sum()

@@ -17,14 +17,15 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from conf.schema import Features, Kind, Run
-from decode.opening import config_of
+from decode.opening import config_of, worn_by
 from models.drafter import Drafter, FeatureBatch
 from models.ends import Ends
 from models.packed import packs
 from models.target import resolve_dtype
+from train.joint import outline
 from train.optim import accumulated
 from train.trainee import Trainee, apply
 
@@ -59,6 +60,7 @@ class Sizes:
     activations: float  # bytes of a forward and backward pass, beyond weights and gradients
     process: float  # bytes of the process before anything loads
     aside: bool  # moments and the weights that they step are in main memory, whatever the device
+    multiplied: float  # the target's weights, as often as a step multiplies a token with them
 
 
 def plan(run: Run) -> None:
@@ -67,10 +69,11 @@ def plan(run: Run) -> None:
     empty = float(psutil.Process().memory_info().rss) if machine.device.type == "cpu" else CONTEXT
     run.optim.accumulate = accumulated(run.optim, machine.ranks)
     config = config_of(run.target)
-    drafter, ends, frozen = outlined(run, config)
+    worn_by(run.target)
+    drafter, ends, model = outlined(run, config)
     tokens = min(run.data.longest, getattr(config, "max_position_embeddings", run.data.longest))
     probed = probe(run, config, drafter, ends, tokens, machine.device)
-    sizes = sizes_of(run, drafter, ends, frozen, tokens, probed, empty)
+    sizes = sizes_of(run, drafter, ends, model, tokens, probed, empty)
     kind = chosen(run, machine)
     console.print(
         f"{run.conf_name}: {sizes.trained:,} parameters are trained, {sizes.frozen:,} of {run.target.name} are frozen"
@@ -100,19 +103,22 @@ def chosen(run: Run, machine: Machine) -> Kind:
     return Kind.single if machine.ranks == 1 else Kind.ddp
 
 
-def outlined(run: Run, config: PretrainedConfig) -> tuple[Drafter, Ends, int]:
-    """The drafter and the target's ends without their numbers, and how many parameters the target has."""
+def outlined(run: Run, config: PretrainedConfig) -> tuple[Drafter, Ends, PreTrainedModel]:
+    """The drafter, the target's ends and the target, without their numbers."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
         ends = Ends.of(model)
         drafter: Drafter = instantiate(run.drafter, _partial_=True)(ends)
-    return drafter, ends, sum(parameter.numel() for parameter in model.parameters())
+    return drafter, ends, model
 
 
 def sizes_of(
-    run: Run, drafter: Drafter, ends: Ends, frozen: int, tokens: int, probed: "Probed | None", process: float
+    run: Run, drafter: Drafter, ends: Ends, model: PreTrainedModel, tokens: int, probed: "Probed | None", process: float
 ) -> Sizes:
     """The sizes of a run whose rows are `tokens` long, in a process that takes `process` bytes before anything loads."""
+    learned, kept, passes = outline(run.joint, model)
+    every = sum(parameter.numel() for parameter in model.parameters())
+    frozen = every - learned if run.joint and run.joint.r is None else every
     device = torch.device("cuda" if run.machine or torch.cuda.is_available() else "cpu")
     dtype = resolve_dtype(run.target.dtype, device)
     item = dtype.itemsize
@@ -123,16 +129,18 @@ def sizes_of(
     target = edges * item + (0 if alone else (frozen - edges) * body)
     shared = run.engine.shard_target and not alone
     layers = (frozen - edges) * body if shared else 0.0
-    if not alone and not shared and packs(device, dtype):
+    if not alone and not shared and not run.joint and packs(device, dtype):
         copies = 2 if dtype == torch.float32 else 1  # laid out for a tree, and in fp32 for a single row
         target += copies * ((frozen - edges) * body + ends.head.numel() * item)
     batch = run.optim.batch * (run.data.packing or tokens)
-    trained = sum(p.numel() for _, group in drafter.groups() for p in group)
+    trained = learned + sum(p.numel() for _, group in drafter.groups() for p in group)
     row = (len(drafter.taps) + 1) * ends.width * item
-    activations = probed.bytes if probed else estimated(drafter, batch)
+    activations = (probed.bytes if probed else estimated(drafter, batch)) + batch * kept * FP32
     gathered = 2 * layers / ends.config.num_hidden_layers
-    held = run.data.heldout * tokens
-    return Sizes(trained, frozen, target, layers, gathered, row, batch, held, activations, process, run.engine.offload)
+    return Sizes(
+        trained, frozen, target, layers, gathered, row, batch, run.data.heldout * tokens, activations, process,
+        run.engine.offload, passes * every,
+    )  # fmt: skip
 
 
 def estimated(drafter: Drafter, tokens: float) -> float:
@@ -219,7 +227,9 @@ def amounts(run: Run, sizes: Sizes, machine: Machine, tokens: int, probed: "Prob
         said.append(f"features on disk: {rows} {count * tokens * sizes.row / 1e9:.2f} GB")
     if probed is None:
         return [*said, "time: not measured, as this machine cannot run a step of it"]
-    reading = 0.0 if run.data.features is Features.cached else 2 * sizes.frozen * probed.second_per_flop * sizes.batch
+    reading = (
+        0.0 if run.data.features is Features.cached else 2 * sizes.multiplied * probed.second_per_flop * sizes.batch
+    )
     seconds = (probed.seconds * sizes.batch + reading) * run.optim.accumulate * run.optim.steps
     said.append(
         f"time: {seconds / 60:.1f} minutes, from a step measured on this machine ({1 / probed.seconds:,.0f} tokens/s a rank"
@@ -245,7 +255,11 @@ def probe(
     ends_size = 2 * shape.head.numel()
     depths = len(outline.counts(torch.ones(1, 64, dtype=torch.bool), torch.zeros(1, 64, dtype=torch.long)))
     rows = min(run.optim.batch, int(PROBE / (6 * trained * depths * tokens + 1)))
-    if device.type != "cpu" or not rows or 4 * (2 * trained + ends_size) > psutil.virtual_memory().available / 2:
+    if (
+        device.type != "cpu"
+        or not (rows and trained)
+        or 4 * (2 * trained + ends_size) > psutil.virtual_memory().available / 2
+    ):
         return None
     ends = Ends(torch.zeros(shape.head.shape), torch.randn(shape.head.shape) * 0.02, None, config)
     drafter: Drafter = instantiate(run.drafter, _partial_=True)(ends)

@@ -16,11 +16,10 @@ from transformers import PreTrainedTokenizerBase
 
 from conf.schema import Run
 from decode.arms import Arm, arm_of
-from decode.opening import end_tokens_of, find_beside, open_drafter, open_target, open_tokenizer, target_folder
+from decode.opening import end_tokens_of, find_beside, identity_of, open_drafter, open_target, open_tokenizer
 from models.drafter import Budget, Plain
 from models.sampling import Sampling
 from models.shelf import require_target
-from models.source import identify
 from models.target import Target
 from train.asking import Ask, Inside, Speaker
 from train.chat import Message, Row, render
@@ -85,8 +84,7 @@ def drafter_of(run: Run) -> Arm | None:
         return None
     arm = arm_of(run.regenerate.drafter, find_beside(run.regenerate.drafter), run.decode)
     if arm.folder is not None:
-        identity = identify(target_folder(run.target), run.target.name, run.target.trust_remote_code)
-        require_target(arm.card, arm.folder, identity)
+        require_target(arm.card, arm.folder, identity_of(run.target))
     return arm
 
 

@@ -4,24 +4,41 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from conf.schema import Engine as How
 from models.drafter import Drafter, FeatureBatch, Loss
+from train.joint import Moving, said
 from train.optim import Groups
 
 
 class Trainee(nn.Module):
-    """The one module that engines wrap: its forward pass is the drafter's loss, in bf16 autocast or not."""
+    """The one module that engines wrap: its forward pass is the loss, in bf16 autocast or not.
 
-    def __init__(self, drafter: Drafter, bf16: bool = False):
+    The loss is the drafter's, or that of a target that learns and its drafter's together.
+    """
+
+    def __init__(self, drafter: Drafter, bf16: bool = False, moving: Moving | None = None):
         super().__init__()
-        self.drafter, self.bf16 = drafter, bf16
+        self.drafter, self.bf16, self.moving = drafter, bf16, moving
 
     def forward(self, batch: FeatureBatch) -> Loss:
         with self.autocast():
-            return self.drafter.training_loss(batch)
+            return self.moving.loss(self.drafter, batch) if self.moving else self.drafter.training_loss(batch)
+
+    def at(self, step: int) -> None:
+        """What follows is the step after `step` steps."""
+        if self.moving:
+            self.moving.step = step
+
+    def read(self, batch: FeatureBatch) -> FeatureBatch:
+        """`batch` as the target reads it now: as it was read, where the target is frozen."""
+        return self.moving.read(batch) if self.moving else batch
+
+    def counted(self, loss_mask: Tensor, document: Tensor) -> Tensor:
+        """[] positions that a loss is divided by: those of the first depth, or all that a learning target is taught on."""
+        return said(loss_mask, document).sum() if self.moving else self.drafter.counts(loss_mask, document)[0]
 
     def autocast(self) -> torch.autocast:
         """The precision of what is computed."""
@@ -30,7 +47,10 @@ class Trainee(nn.Module):
 
     def groups(self) -> Groups:
         """What is trained, and by what its learning rate is multiplied."""
-        return self.drafter.groups()
+        if self.moving is None:
+            return self.drafter.groups()
+        heads = [(scale * self.moving.how.heads_rate, group) for scale, group in self.drafter.groups() if group]
+        return [(1.0, self.moving.trained()), *heads]
 
 
 def layers(module: nn.Module) -> Iterator[nn.Module]:

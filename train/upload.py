@@ -77,7 +77,7 @@ def model_card(folder: Path, name: str, report: str | None) -> str:
     training, target = record["training"], record["target"]
     optim = training.get("optim", {})
     facts = {
-        "target": f"{target['name']}, fingerprint {target['fingerprint']}",
+        "target": f"{target['name']}{f' with the adapter {worn}' if (worn := target.get('adapter')) else ''}, fingerprint {target['fingerprint']}",
         "family": f"{record['family'].rpartition('.')[2]}, {', '.join(f'{key} {value}' for key, value in record['knobs'].items())}",
         "data": f"{training.get('data')}, {training.get('conversations')} conversations, {training.get('answer_tokens')} answer tokens",
         "steps": f"{optim.get('steps')} of {optim.get('batch')} conversations, learning rate {optim.get('lr')}, seed {training.get('seed')}",
