@@ -3,6 +3,7 @@
 from models.eagle3_files import SafeEagle3, SglangEagle3, SpeculatorsEagle3, VllmEagle3
 from models.eagle_files import SafeEagle, VllmEagle
 from models.medusa_files import FasterMedusa, VllmMedusa
+from models.peagle_files import SpeculatorsPEagle, VllmPEagle
 from models.served import Layout, Served
 
 LAYOUTS: tuple[Layout, ...] = (
@@ -12,6 +13,8 @@ LAYOUTS: tuple[Layout, ...] = (
     VllmEagle3(),
     SglangEagle3(),
     SafeEagle3(),
+    SpeculatorsPEagle(),
+    VllmPEagle(),
     VllmEagle(),
     SafeEagle(),
 )

@@ -39,6 +39,7 @@ CONFIG = LlamaConfig(
     architectures=["LlamaForCausalLM"],
 )
 MEDUSA, EAGLE, EAGLE3 = "models.medusa.Medusa", "models.eagle.Eagle", "models.eagle3.Eagle3"
+PEAGLE = "models.peagle.PEagle"
 
 
 @functools.cache
@@ -86,6 +87,10 @@ def round_trip(layout: Layout, drafter: Drafter, tensors: dict[str, Tensor], kno
 
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+EMBEDDINGS = st.sampled_from(["frozen", "trained"])
+TAPS = st.lists(st.integers(0, DEPTH), min_size=1, max_size=4, unique=True).map(sorted) | st.just(
+    [2, DEPTH // 2, DEPTH - 3]
+)
 
 
 @settings(max_examples=6, deadline=None)
@@ -112,24 +117,31 @@ def test_medusa_comes_back_from_every_layout_to_the_same_bytes(heads, layers, he
 
 @settings(max_examples=6, deadline=None)
 @given(
-    taps=st.lists(st.integers(0, DEPTH), min_size=1, max_size=4, unique=True).map(sorted)
-    | st.just([2, DEPTH // 2, DEPTH - 3]),
+    taps=TAPS,
     vocabulary=st.none() | st.integers(1, V - 1),
     fc_norm=st.booleans(),
     feedback=st.sampled_from(["before_norm", "after_norm"]),
     residual=st.sampled_from(["before_norm", "after_norm"]),
+    layers=st.integers(1, 3),
+    embedding=EMBEDDINGS,
     dtype=DTYPES,
     seed=st.integers(0, 99),
 )
 def test_eagle3_comes_back_from_every_layout_to_the_same_bytes(
-    taps, vocabulary, fc_norm, feedback, residual, dtype, seed
+    taps, vocabulary, fc_norm, feedback, residual, layers, embedding, dtype, seed
 ):
     knobs = {"taps": taps, "vocabulary": vocabulary, "fc_norm": fc_norm, "feedback": feedback, "residual": residual}
+    more = {"layers": layers, "embedding": embedding}
+    for name in ("vllm", "speculators"):
+        round_trip(layout_for(name, EAGLE3), *made(EAGLE3, seed, dtype, **knobs, **more), {**knobs, **more})
+    for name in ("sglang", "eagle"):
+        told = [f"{key}={more[key]}" for key, usual in (("embedding", "frozen"), ("layers", 1)) if more[key] != usual]
+        if told:
+            with pytest.raises(ValueError, match=f"layout={name} has no word for {', '.join(told)};"):
+                layout_for(name, EAGLE3).require_said(more)
     drafter, tensors = made(EAGLE3, seed, dtype, **knobs)
     before = feedback == residual == "before_norm"
     says = {
-        "vllm": True,
-        "speculators": True,
         "sglang": before and len(taps) == 3 and taps[0] > 0,
         "eagle": before and not fc_norm and taps == [2, DEPTH // 2, DEPTH - 3],
     }
@@ -140,6 +152,25 @@ def test_eagle3_comes_back_from_every_layout_to_the_same_bytes(
         else:
             with pytest.raises(ValueError, match=r"use (layout=vllm|another layout)"):
                 written(layout, drafter, tensors)
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    taps=TAPS,
+    vocabulary=st.none() | st.integers(1, V - 1),
+    residual=st.sampled_from(["before_norm", "after_norm"]),
+    layers=st.integers(1, 3),
+    embedding=EMBEDDINGS,
+    mask_token=st.none() | st.integers(0, V - 2),
+    depths=st.integers(1, 9),
+    dtype=DTYPES,
+    seed=st.integers(0, 99),
+)
+def test_peagle_comes_back_from_every_layout_to_the_same_bytes(mask_token, depths, dtype, seed, **knobs):
+    drafter, tensors = made(PEAGLE, seed, dtype, mask_token=mask_token, depths=depths, **knobs)
+    masked = {} if mask_token is None else {"mask_token": mask_token}
+    round_trip(layout_for("vllm", PEAGLE), drafter, tensors, {**knobs, **masked})
+    round_trip(layout_for("speculators", PEAGLE), drafter, tensors, {**knobs, **masked, "depths": depths})
 
 
 @pytest.mark.parametrize("fc_bias", [True, False])
@@ -283,7 +314,7 @@ BROKEN_EAGLE3 = {
     ],
     "vocab_size is 12 and the target has 40": lambda files: files.config.update(vocab_size=12),
     "norm_before_fc": lambda files: files.config.update(norm_before_fc=True),
-    "2 layers": lambda files: files.config.update(num_hidden_layers=2),
+    "layers.1.mlp.down_proj.weight is missing": lambda files: files.config.update(num_hidden_layers=2),
     "norm.weight is empty": lambda files: files.tensors.update({"norm.weight": torch.empty(0, D)}),
     "norm.weight holds NaN or infinity": lambda files: files.tensors["norm.weight"].mul_(torch.nan),
     "embed_tokens.weight is not this target's embedding": lambda files: files.tensors.update(

@@ -133,7 +133,7 @@ def engine_settings(layout: Layout, card: Card) -> dict[str, Any]:
         "expected_acceptance_by_depth": card.acceptance.get("greedy"),
     }
     if layout.method:
-        told["vllm"] = {"method": layout.method, "num_speculative_tokens": depth}
+        told["vllm"] = {"method": layout.method, "num_speculative_tokens": depth, **layout.told}
         if layout.method == "medusa" and card.knobs.get("vocabulary"):
             told["vllm_loader"] = {"enable_weights_track": False}  # see models/medusa_files.py
     if layout.name == "sglang":
