@@ -181,6 +181,7 @@ class Decode:
     nodes: int = 10  # tree size, root included
     depth: int = 4  # of chains and dynamic trees
     branch: int = 4  # of dynamic trees: nodes that grow at every level, and children of each
+    least: float = 0.0  # of chains and dynamic trees: drafting stops, and no guess stands, where a path is less likely
     rows: int = 1
     contexts: list[int] = field(
         default_factory=lambda: [2048, 4096, 8192]
@@ -209,6 +210,17 @@ class Tune:
     nodes: int = 16  # of the largest tree, root included
     prompts: int = 4  # a set: what acceptance is measured on
     tokens: int = 48
+
+
+@dataclass
+class Regimes:
+    """Where `python -m decode.regimes` measures; the tree is decode's, and each list is varied by itself."""
+
+    rows: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32])
+    contexts: list[int] = field(default_factory=lambda: [128, 512, 1024, 2048, 4096])  # the others stay at the shortest
+    nodes: list[int] = field(default_factory=lambda: [2, 4, 6, 10, 16])
+    prompts: int = 6  # at every point, or as many as there are rows
+    tokens: int = 32
 
 
 @dataclass
@@ -242,6 +254,7 @@ class Run:
     log: Log = field(default_factory=Log)
     decode: Decode = field(default_factory=Decode)
     tune: Tune = field(default_factory=Tune)
+    regimes: Regimes = field(default_factory=Regimes)
     regenerate: Regenerate = field(default_factory=Regenerate)
     seed: int = 0
     out: str = "${run_folder:${hydra:runtime.choices.conf},${hydra:mode},${hydra:job.override_dirname}}"

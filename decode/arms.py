@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from conf.schema import Decode, Proposal, Run
-from decode.choice import CHAIN, PLAIN, recall
+from decode.choice import PLAIN, STATIC, recall
 from decode.opening import find_beside, find_drafter, target_folder
 from models.drafter import Budget
 from models.shelf import Card, family_class, read_card, require_target
@@ -69,10 +69,10 @@ def as_tuned(run: Run, name: str, found: Path | Card) -> Decode:
             f"decode.tree=tuned: with decode.rows={how.rows} no tree of {name} pays on this machine, so plain decoding was chosen "
             f"and there is nothing to measure; decode.tree=auto shows by how much"
         )
-    if option.kind == CHAIN:
-        return replace(how, tree="chain", depth=option.depth)
-    paths = [path for path in arm.card.tree[: option.nodes - 1] if len(path) <= option.depth]
-    return replace(how, tree=paths or "dynamic", nodes=option.nodes, depth=option.depth)
+    how = replace(how, nodes=option.nodes, depth=option.depth, least=option.least)
+    if option.kind == STATIC:
+        return replace(how, tree=[path for path in arm.card.tree[: option.nodes - 1] if len(path) <= option.depth])
+    return replace(how, tree=option.kind)
 
 
 def holds_for(run: Run, arm: Arm) -> dict[str, Any]:
@@ -100,8 +100,14 @@ def cpu_name() -> str:
 def budget_for(how: Decode, card: Card) -> Budget:
     """How much may be proposed: the tree that `decode.tree` names, checked before weights load."""
     sampled = how.proposal is Proposal.sampled
+    if how.least and how.tree not in ("chain", "dynamic") and (how.tree != "auto" or card.tree):
+        raise ValueError(
+            "decode.least chooses among paths by their probability; take decode.tree=dynamic or chain with it"
+        )
     if how.tree == "dynamic" or (how.tree == "auto" and not card.tree):
-        return Budget((), how.nodes, how.depth, how.branch, sampled)
+        return Budget((), how.nodes, how.depth, how.branch, how.least, sampled)
+    if how.tree == "chain" and how.least:
+        return Budget((), how.depth + 1, how.depth, 1, how.least)
     if how.tree == "auto":
         paths = ordered_paths(card.tree[: how.nodes - 1])
     elif how.tree == "chain":

@@ -5,10 +5,12 @@ Kept in the user's cache with the hardware and settings that it holds for.
 
 import json
 import math
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from decode.cost import Cost
@@ -16,17 +18,33 @@ from decode.engine import Step
 from models.files import write_whole
 from models.source import cache_home
 
-VERSION = 1
-PLAIN, CHAIN, TREE = "plain", "chain", "tree"
+VERSION = 2
+PLAIN, CHAIN, STATIC, DYNAMIC = "plain", "chain", "static", "dynamic"
+FLOORS = (0.0, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)  # of decode.least
 
 
 @dataclass(frozen=True)
 class Option:
-    """A shape of proposal: `nodes` counts the root, `depth` the levels that are drafted."""
+    """A shape of proposal: `nodes` counts the root, `depth` the levels that are drafted; both at most where `least` is set."""
 
     kind: str
     nodes: int
     depth: int
+    least: float = 0.0
+
+
+@dataclass
+class Trial:
+    """What rounds of one option came to: tokens a round, and for each round how many levels were drafted and nodes read."""
+
+    tau: float
+    shapes: list[tuple[int, int]]
+
+    def side_by_side(self, rows: int) -> list[tuple[int, int]]:
+        """The shapes of rounds in which `rows` rows take part: all wait for the one that drafts and reads most."""
+        mixed = random.Random(0).sample(self.shapes, len(self.shapes))
+        beside = [mixed[at : at + rows] for at in range(0, len(mixed), rows)]
+        return [(max(levels), max(nodes)) for levels, nodes in (zip(*some, strict=True) for some in beside)]
 
 
 @dataclass
@@ -36,13 +54,14 @@ class Point:
     rows: int
     context: int
     verify: Cost
-    draft: dict[str, list[float]]  # of chains and trees: one entry for every depth from 1 on
+    draft: dict[str, list[float]]  # of every kind of proposal: one entry for every depth from 1 on
     other: float  # accepting and keeping
 
-    def round(self, option: Option) -> float:
-        """Milliseconds of a round."""
-        draft = self.draft[option.kind][option.depth - 1] if option.depth else 0.0
-        return draft + self.verify.at(option.nodes) + self.other
+    def round(self, option: Option, trial: Trial) -> float:
+        """Milliseconds of a round, on average."""
+        draft = [0.0, *self.draft.get(option.kind, [])]
+        shapes = trial.side_by_side(self.rows)
+        return mean(draft[levels] + self.verify.at(nodes) for levels, nodes in shapes) + self.other
 
 
 @dataclass
@@ -57,34 +76,66 @@ class Choice:
     tokens_per_second: float  # of all rows together
 
 
-def tau_within(steps: Sequence[Step], option: Option) -> float:
-    """Tokens a round of `option` would have yielded where rounds of a larger proposal accepted as `steps` say.
+PLAINLY = Option(PLAIN, 1, 0)
+
+
+def trial(steps: Sequence[Step], option: Option) -> Trial:
+    """What `option` would have come to where rounds of a larger proposal of its kind went as `steps` say.
 
     Nodes stand best first, so the first n are the tree of n nodes, and of an accepted path the part counts that lies in it.
     """
-    if not option.depth:
-        return 1.0
-    inside = (takewhile(lambda node: node < option.nodes, step.path[: option.depth]) for step in steps)
-    return 1.0 + sum(len(list(path)) for path in inside) / len(steps)
+    if option == PLAINLY:
+        return Trial(1.0, [(0, 1)])
+    kept = [_inside(step, option) for step in steps]
+    paths = [
+        list(takewhile(set(nodes).__contains__, step.path[: option.depth]))
+        for step, nodes in zip(steps, kept, strict=True)
+    ]
+    shapes = [(_levels(step, nodes, option), 1 + len(nodes)) for step, nodes in zip(steps, kept, strict=True)]
+    return Trial(1.0 + mean(map(len, paths)), shapes)
 
 
-def options(depths: Mapping[str, int], sizes: Iterable[int]) -> list[Option]:
-    """Chains of every length and trees of every size and depth, and proposing nothing."""
-    chains = [Option(CHAIN, depth + 1, depth) for depth in range(1, depths.get(CHAIN, 0) + 1)]
-    trees = [Option(TREE, n, d) for n in sizes for d in range(1, depths.get(TREE, 0) + 1) if n > d]
-    return [Option(PLAIN, 1, 0), *chains, *trees]
+def _inside(step: Step, option: Option) -> list[int]:
+    """The nodes of a round that would have stood in the smaller tree."""
+    if not step.odds:
+        return list(range(1, option.nodes))
+    floor = _log(option.least)
+    fit = [node for node, (depth, odds) in enumerate(step.odds, 1) if depth <= option.depth and odds >= floor]
+    return fit[: option.nodes - 1]
 
 
-def choose_at(point: Point, taus: Mapping[Option, float]) -> Choice:
+def _levels(step: Step, kept: Sequence[int], option: Option) -> int:
+    """How many levels would have been drafted: as `models.growth.barren` stops."""
+    if not step.odds:
+        return option.depth
+    full = len(kept) == option.nodes - 1
+    floor = max(_log(option.least), step.odds[kept[-1] - 1][1] if full else -math.inf)
+    return 1 + len({depth for depth, odds in step.odds if depth < option.depth and odds > floor})
+
+
+def _log(chance: float) -> float:
+    return math.log(chance) if chance else -math.inf
+
+
+def options(depths: Mapping[str, int], sizes: Iterable[int], ranked: Iterable[str]) -> list[Option]:
+    """Proposing nothing, chains of every length and trees of every size and depth; those `ranked` by what the drafter
+    says of a path also with every floor.
+    """
+    shapes = [(CHAIN, depth + 1, depth) for depth in range(1, depths.get(CHAIN, 0) + 1)]
+    trees = [kind for kind in depths if kind != CHAIN]
+    shapes += [(kind, n, d) for kind in trees for n in sizes for d in range(1, depths[kind] + 1) if n > d]
+    floors = {kind: FLOORS if kind in set(ranked) else FLOORS[:1] for kind in depths}
+    return [PLAINLY, *(Option(*shape, floor) for shape in shapes for floor in floors[shape[0]])]
+
+
+def choose_at(point: Point, trials: Mapping[Option, Trial]) -> Choice:
     """The option with most tokens a second; plain decoding where nothing beats it."""
-    plain = point.round(Option(PLAIN, 1, 0))
-
-    def pays(option: Option) -> float:
-        return taus[option] * plain / point.round(option)
-
-    best = max(taus, key=lambda option: (pays(option), -option.nodes))
-    speed = 1000 * point.rows * taus[best] / point.round(best)
-    return Choice(point.rows, point.context, best, taus[best], pays(best), speed)
+    plain = point.round(PLAINLY, trials[PLAINLY])
+    took = {option: point.round(option, each) for option, each in trials.items()}
+    pays = {option: each.tau * plain / took[option] for option, each in trials.items()}
+    best = max(trials, key=lambda option: (pays[option], -option.nodes))
+    tau = trials[best].tau
+    return Choice(point.rows, point.context, best, tau, pays[best], 1000 * point.rows * tau / took[best])
 
 
 def sentence(choice: Choice) -> str:
@@ -92,7 +143,11 @@ def sentence(choice: Choice) -> str:
     where = f"batch {choice.rows}, context {choice.context}"
     if choice.option.kind == PLAIN:
         return f"{where}: nothing pays, decode plainly ({choice.tokens_per_second:.1f} tokens/s)"
-    shape = f"a {choice.option.kind} of {choice.option.nodes} nodes, {choice.option.depth} deep"
+    option = choice.option
+    name = "chain" if option.kind == CHAIN else f"{option.kind} tree"
+    shape = f"a {name} of {option.nodes} nodes, {option.depth} deep"
+    if option.least:
+        shape += f", of paths with at least {option.least:g}"
     return f"{where}: {shape}: tau {choice.tau:.2f}, speed-up {choice.speedup:.2f}, {choice.tokens_per_second:.1f} tokens/s"
 
 

@@ -29,6 +29,11 @@ class Cost:
         start, end = self.ms[right - 1 : right + 1]
         return start + (end - start) * (nodes - low) / (high - low)
 
+    def knee(self) -> float:
+        """Nodes whose arithmetic alone, at the curve's last slope, takes as long as a pass over one."""
+        slope = (self.ms[-1] - self.ms[-2]) / (self.nodes[-1] - self.nodes[-2])
+        return self.ms[0] / slope if slope > 0 else float("inf")
+
 
 def sizes(largest: int) -> list[int]:
     """1, 2, 3, 4, 6, 8, 12, 16, ... up to the first that is at least `largest`."""

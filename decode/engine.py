@@ -32,6 +32,7 @@ class Step:
     committed: (
         int  # tokens added to the text: the accepted guesses, and the bonus token unless the text ended before it
     )
+    odds: tuple[tuple[int, float], ...] = ()  # each guess's depth and log-probability of its path, where one was given
 
 
 @dataclass
@@ -271,14 +272,14 @@ class Seats:
         )
         guessed, bonus = self.committed.tokens.tolist(), accepted.bonus.tolist()
         deepest, paths = depth_below(tree, accepted).tolist(), accepted.path.tolist()
-        nodes = (tree.valid.sum(-1) - 1).tolist()
+        nodes, odds = (tree.valid.sum(-1) - 1).tolist(), odds_of(tree)
         moved = []
         for row, count in enumerate(accepted.length.tolist()):
             if (who := self.sitting[row]) is None:
                 continue
             kept = self._say(row, [*guessed[row][1:count], bonus[row]])
             right = tuple(paths[row][1 : min(count, kept + 1)])
-            who.steps.append(Step(nodes[row], right, min(deepest[row], kept), kept))
+            who.steps.append(Step(nodes[row], right, min(deepest[row], kept), kept, odds[row]))
             moved.append(who)
         return moved
 
@@ -303,6 +304,14 @@ def depth_below(tree: TokenTree, accepted: Accepted) -> Tensor:
     leaf = accepted.path[rows, accepted.length - 1]
     has_child = ((tree.parents == leaf[:, None]) & tree.valid).any(-1)
     return accepted.length - 1 + has_child.long()
+
+
+def odds_of(tree: TokenTree) -> list[tuple[tuple[int, float], ...]]:
+    """For each row its guesses' depths and the log-probabilities of their paths, where the drafter ranked them so."""
+    if tree.scores is None:
+        return [()] * len(tree.tokens)
+    rows = zip(tree.depth.tolist(), tree.scores.tolist(), tree.valid.sum(-1).tolist(), strict=True)
+    return [tuple(zip(depth[1:used], score[1:used], strict=True)) for depth, score, used in rows]
 
 
 def place(old: Committed, new: Committed, rows: Tensor) -> Committed:

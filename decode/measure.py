@@ -82,6 +82,14 @@ def check(how: Decode) -> None:
         raise ValueError(
             "decode.tree=dynamic takes the likeliest branches, which are not drawn; use chain or a list of paths with decode.proposal=sampled"
         )
+    if not 0 <= how.least < 1:
+        raise ValueError(
+            f"decode.least={how.least} is no probability; give one from 0, which leaves nothing out, to below 1"
+        )
+    if how.least and how.proposal is Proposal.sampled:
+        raise ValueError(
+            "decode.least with decode.proposal=sampled would look at a drawn guess before it lets it stand, which bends the text; leave one of them out"
+        )
     if not how.bench:
         raise ValueError("decode.bench is empty; name a set of prompts, such as [gsm8k]")
 
@@ -159,7 +167,8 @@ def settings(run: Run, arm: Arm, dtype: torch.dtype) -> dict[str, Any]:
         "target": run.target.name,
         "dtype": str(dtype).removeprefix("torch."),
         **{key: how[key] for key in ("bench", "turns", "tokens", "temperature", "top_k", "top_p", "rows", "longest")},
-        "tree": [list(path) for path in budget.paths] or {"depth": budget.depth, "branch": budget.branch},
+        "tree": [list(path) for path in budget.paths]
+        or {"depth": budget.depth, "branch": budget.branch, "least": budget.least},
         "proposal": run.decode.proposal.value,
         "accept": run.decode.accept.value,
         "nodes": len(budget.paths) + 1 if budget.paths else budget.nodes,

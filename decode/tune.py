@@ -13,7 +13,7 @@ from rich.console import Console
 from conf import command
 from conf.schema import Run
 from decode.arms import Arm, arms_of, holds_for
-from decode.choice import CHAIN, TREE, Point, choose_at, keep, options, sentence, tau_within
+from decode.choice import CHAIN, DYNAMIC, STATIC, Point, choose_at, keep, options, sentence, trial
 from decode.cost import Ladder, sizes
 from decode.engine import Clock, generate
 from decode.figures import round_ms, steps_of
@@ -45,22 +45,23 @@ def tune(run: Run) -> None:
             f"tune.contexts={how.contexts} and a tree of {how.nodes} exceed the {target.context} tokens of {run.target.name}; name shorter ones"
         )
     drafter = open_drafter(arm.folder, arm.card, target)
-    budgets = {CHAIN: chains(run), TREE: trees(run, arm)}
+    budgets = budgets_of(run, arm)
     depths = {kind: budget.levels for kind, budget in budgets.items()}
     runs = {
         kind: [generate(target, drafter, [prompt], how.tokens, budget) for prompt in prompts]
         for kind, budget in budgets.items()
     }
     steps = {kind: steps_of(each) for kind, each in runs.items()}
+    ranked = [kind for kind, each in steps.items() if any(step.odds for step in each)]
     spent = round_ms([each for some in runs.values() for each in some])
-    tried = options(depths, [size for size in sizes(how.nodes) if size <= how.nodes])
-    taus = {option: tau_within(steps.get(option.kind, []), option) for option in tried}
+    tried = options(depths, [size for size in sizes(how.nodes) if size <= how.nodes], ranked)
+    trials = {option: trial(steps.get(option.kind, []), option) for option in tried}
     points = [
         point_at(target, drafter, budgets, rows, context, how.nodes, spent["accept"] + spent["keep"])
         for context in how.contexts
         for rows in how.rows
     ]
-    choices = [choose_at(point, taus) for point in points]
+    choices = [choose_at(point, trials) for point in points]
     for point, choice in zip(points, choices, strict=True):
         console.print(curve(point), markup=False)
         console.print(sentence(choice), markup=False)
@@ -80,24 +81,23 @@ def check(run: Run) -> None:
         raise ValueError("decode.tune measures greedy acceptance; leave decode.temperature at 0")
 
 
-def chains(run: Run) -> Budget:
-    """The longest chain that is tried: a dynamic tree with one branch, which ends where the drafter knows no further."""
-    depth = min(run.decode.depth, run.tune.nodes - 1)
-    return Budget((), depth + 1, depth, branch=1)
-
-
-def trees(run: Run, arm: Arm) -> Budget:
-    """The largest tree that is tried: the drafter's recommended one, cut to size, else a dynamic one."""
-    paths = tuple(tuple(path) for path in arm.card.tree[: run.tune.nodes - 1])
-    if not paths:
-        return Budget((), run.tune.nodes, run.decode.depth, run.decode.branch)
-    return Budget(paths, len(paths) + 1, max(map(len, paths)))
+def budgets_of(run: Run, arm: Arm) -> dict[str, Budget]:
+    """The largest proposal of each kind that is tried: a chain, which ends where the drafter knows no further, a dynamic
+    tree, and the drafter's recommended one, cut to size, where it has one.
+    """
+    how, largest = run.decode, run.tune.nodes
+    depth = min(how.depth, largest - 1)
+    kinds = {CHAIN: Budget((), depth + 1, depth, branch=1), DYNAMIC: Budget((), largest, depth, how.branch)}
+    if paths := tuple(tuple(path) for path in arm.card.tree[: largest - 1]):
+        kinds[STATIC] = Budget(paths, len(paths) + 1, max(map(len, paths)))
+    return kinds
 
 
 def cut(budget: Budget, depth: int) -> Budget:
-    """`budget` with its first `depth` levels."""
-    paths = tuple(path for path in budget.paths if len(path) <= depth)
-    return replace(budget, paths=paths, depth=depth)
+    """`budget` with its first `depth` levels, and room for all that is drafted, so that none of them is left out."""
+    if not budget.paths:
+        return replace(budget, depth=depth, nodes=1 + budget.branch + (depth - 1) * budget.branch**2)
+    return replace(budget, paths=tuple(path for path in budget.paths if len(path) <= depth), depth=depth)
 
 
 def point_at(

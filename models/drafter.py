@@ -71,6 +71,7 @@ class Budget:
     nodes: int = 10  # tree size, root included
     depth: int = 4
     branch: int = 4  # in a dynamic tree: nodes that grow at every level, and children of each
+    least: float = 0.0  # in a dynamic tree: how likely a path must be, by the drafter's own word, to stand there
     sampled: bool = False  # guesses are drawn as the row speaks, which must not be greedily; False: top picks
 
     @property

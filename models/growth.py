@@ -3,7 +3,8 @@
 B rows, N nodes, F nodes that grow at a level, C children of all of them, W picks, V draft vocabulary.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -34,7 +35,7 @@ def grow(root: Tensor, ask: Ask, vocabulary: DraftVocabulary, budget: Budget, vo
         return grow_sampled(root, ask, vocabulary, paths, voice)
     if budget.paths:
         return grow_static(root, ask, vocabulary.to_target, budget.paths)
-    return grow_dynamic(root, ask, vocabulary.to_target, budget.depth, budget.branch, budget.nodes)
+    return grow_dynamic(root, ask, vocabulary.to_target, budget)
 
 
 class Level(NamedTuple):
@@ -120,35 +121,62 @@ def _parents(paths: tuple[Path, ...], tokens: Tensor) -> Tensor:
     return torch.tensor(parents_of(paths), device=tokens.device).expand_as(tokens)
 
 
-def grow_dynamic(root: Tensor, ask: Ask, spell: Spell, depth: int, branch: int, nodes: int) -> TokenTree:
-    """The `nodes` nodes, root included, with the most probable paths among all that were drafted (EAGLE-2, section 4).
+def grow_dynamic(root: Tensor, ask: Ask, spell: Spell, budget: Budget) -> TokenTree:
+    """The `budget.nodes` nodes, root included, with the most probable paths among all that were drafted (EAGLE-2, section 4).
 
-    At each of `depth` levels the `branch` most probable nodes of the level before grow, by as many children each.
-    A child is never more probable than its parent and is made after it, so a stable sort takes the parent first. The
-    nodes stand in that order: the first n are the tree of n nodes.
+    At each of `budget.depth` levels the `budget.branch` most probable nodes of the level before grow, by as many children
+    each. A child is never more probable than its parent and is made after it, so a stable sort takes the parent first.
+    The nodes stand in that order: the first n are the tree of n nodes. Where a path is less likely than `budget.least`
+    it is left out, and where no further level could change the tree, none is drafted.
     """
     tokens, places, scores = root[:, None], torch.zeros_like(root)[:, None], torch.zeros_like(root).float()[:, None]
     made = torch.zeros_like(tokens)  # [B, F] each growing node's number among all candidates, the root being 0
     every: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, parents and scores of the candidates of each level
     count = 1
-    for _ in range(depth):
+    for _ in range(budget.depth):
         log_probs = ask(tokens, places)
-        best = log_probs.topk(min(branch, log_probs.shape[-1]))
+        best = log_probs.topk(min(budget.branch, log_probs.shape[-1]))
         width = best.indices.shape[-1]
         children = spell(best.indices).expand(-1, tokens.shape[1], -1).flatten(1)
         worth = (scores[..., None] + best.values).flatten(1)
         every.append((children, made.repeat_interleave(width, dim=1), worth))
-        top = worth.topk(min(branch, worth.shape[1]))
+        top = worth.topk(min(budget.branch, worth.shape[1]))
         tokens, places, scores = children.gather(1, top.indices), top.indices // width, top.values
         made = count + top.indices
         count += children.shape[1]
-    candidates, parents, worth = (torch.cat(part, dim=1) for part in zip(*every, strict=True))
-    chosen = worth.sort(dim=1, descending=True, stable=True).indices[:, : nodes - 1]
-    number = torch.zeros(len(root), count, dtype=torch.long, device=root.device)
+        if barren([worth for *_, worth in every], budget):
+            break
+    candidates, parents, scores = (torch.cat(part, dim=1) for part in zip(*every, strict=True))
+    return likeliest(root, candidates, parents, scores, budget)
+
+
+def barren(worth: Sequence[Tensor], budget: Budget) -> bool:
+    """Whether no child of the last level's candidates could stand in the tree; `worth` [B, C] of each level's."""
+    so_far = torch.cat(list(worth), dim=1)
+    floor = torch.full_like(so_far[:, 0], floor_of(budget))
+    if so_far.shape[1] >= budget.nodes - 1 > 0:
+        floor = floor.maximum(so_far.topk(budget.nodes - 1).values[:, -1])
+    return bool((worth[-1].amax(1) <= floor).all())
+
+
+def likeliest(root: Tensor, candidates: Tensor, parents: Tensor, worth: Tensor, budget: Budget) -> TokenTree:
+    """The tree of the best candidates [B, C], by `worth`; `parents` number them from 1, the root being 0."""
+    chosen = worth.sort(dim=1, descending=True, stable=True).indices[:, : budget.nodes - 1]
+    number = torch.zeros(len(root), candidates.shape[1] + 1, dtype=torch.long, device=root.device)
     number.scatter_(1, chosen + 1, torch.arange(1, chosen.shape[1] + 1, device=root.device).expand_as(chosen))
     above = number.gather(1, parents.gather(1, chosen))
+    first = torch.zeros_like(root)[:, None]
+    scores = torch.cat([first.float(), worth.gather(1, chosen)], dim=1)
+    valid = scores >= floor_of(budget)
+    used = slice(int(valid.sum(1).max()) if budget.least else None)  # unused nodes stand last in every row
     return TokenTree(
-        torch.cat([root[:, None], candidates.gather(1, chosen)], dim=1),
-        torch.cat([torch.full_like(root, -1)[:, None], above], dim=1),
-        torch.ones(len(root), chosen.shape[1] + 1, dtype=torch.bool, device=root.device),
+        torch.cat([root[:, None], candidates.gather(1, chosen)], dim=1)[:, used],
+        torch.cat([first - 1, above], dim=1)[:, used],
+        valid[:, used],
+        scores=scores[:, used],
     )
+
+
+def floor_of(budget: Budget) -> float:
+    """The log-probability below which a path is left out."""
+    return math.log(budget.least) if budget.least else -math.inf

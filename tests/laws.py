@@ -110,7 +110,13 @@ def oracle(world: World, text: Text) -> Ask:
 def dynamic(world: World, text: Text, paths: list[Path], draw: Draw) -> TokenTree:
     """The drafter's most probable branches, as many as `paths` has, whatever their shape."""
     root = torch.tensor([text[-1]])
-    return grow_dynamic(root, oracle(world, text), lambda ids: ids, depth=3, branch=2, nodes=len(paths) + 1)
+    return grow_dynamic(root, oracle(world, text), lambda ids: ids, Budget((), len(paths) + 1, 3, 2))
+
+
+def likely(world: World, text: Text, paths: list[Path], draw: Draw) -> TokenTree:
+    """The drafter's most probable branches, where it believes in them at all."""
+    root = torch.tensor([text[-1]])
+    return grow_dynamic(root, oracle(world, text), lambda ids: ids, Budget((), len(paths) + 1, 3, 2, least=0.3))
 
 
 @dataclass

@@ -29,6 +29,7 @@ from laws import (
     dynamic,
     echoed,
     exhausted,
+    likely,
     own_law,
     ragged,
     top_picks,
@@ -54,7 +55,7 @@ def check(notes: Notes, kind: str, decoder: Decoder, length: int = 3) -> None:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), *SAMPLINGS], ids=str)
-@pytest.mark.parametrize("propose", [top_picks, doubled, echoed, ragged, dynamic])
+@pytest.mark.parametrize("propose", [top_picks, doubled, echoed, ragged, dynamic, likely])
 def test_certain_proposals_leave_the_law_of_the_text_alone(notes: Notes, propose: Propose, sampling: Sampling) -> None:
     decoder = Decoder(propose, [TREE, TREE, FORK], sampling)
     assert notes.error("top picks", decoder.error(3)) < BOUND
@@ -130,7 +131,7 @@ def test_larger_drawn_trees_leave_the_law_of_the_text_alone(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-@pytest.mark.parametrize("propose", [top_picks, doubled, echoed, ragged, dynamic])
+@pytest.mark.parametrize("propose", [top_picks, doubled, echoed, ragged, dynamic, likely])
 @pytest.mark.parametrize("size", [4, 5, 6])
 def test_certain_trees_round_after_round_leave_the_law_of_four_tokens_alone(
     notes: Notes, size: int, propose: Propose, sampling: Sampling

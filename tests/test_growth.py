@@ -1,5 +1,7 @@
 """Trees grown level by level, against growing them one node after the other."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -97,15 +99,40 @@ def test_the_first_nodes_of_a_dynamic_tree_are_the_smaller_tree():
 
 
 def test_where_all_paths_are_equally_likely_parents_still_come_first():
-    tree = grow_dynamic(torch.tensor([1]), Oracle(1, flat=True), VOCABULARY.to_target, depth=4, branch=3, nodes=6)
+    tree = grow_dynamic(torch.tensor([1]), Oracle(1, flat=True), VOCABULARY.to_target, Budget((), 6, 4, 3))
     assert tree.tokens.shape == (1, 6)
     assert tree.depth[0].tolist() == [0, 1, 1, 1, 2, 2]
 
 
 def test_a_tree_has_no_more_nodes_than_were_drafted():
-    assert grow_dynamic(
-        torch.tensor([1]), Oracle(1), VOCABULARY.to_target, depth=2, branch=2, nodes=99
-    ).tokens.shape == (1, 1 + 2 + 4)
+    tree = grow_dynamic(torch.tensor([1]), Oracle(1), VOCABULARY.to_target, Budget((), 99, 2, 2))
+    assert tree.tokens.shape == (1, 1 + 2 + 4)
+
+
+@pytest.mark.parametrize("least", [0.01, 0.1, 0.3, 0.99])
+def test_unlikely_paths_are_left_out_and_the_rest_is_as_without_a_floor(least):
+    root, shape = torch.tensor([1, 2, 3]), Budget((), 20, 4, 4)
+    whole = grow(root, Oracle(3), VOCABULARY, shape, Voice())
+    tree = grow(root, Oracle(3), VOCABULARY, replace(shape, least=least), Voice())
+    assert whole.scores is not None
+    for row in range(3):
+        likely = int((whole.scores[row].exp() >= least).sum())
+        assert int(tree.valid[row].sum()) == likely
+        assert paths_of(tree, row)[:likely] == paths_of(whole, row)[:likely]
+    assert tree.tokens.shape[1] == int(tree.valid.sum(1).max())
+
+
+def test_levels_that_could_not_change_the_tree_are_not_drafted():
+    for budget in (Budget((), 3, 6, 4), Budget((), 20, 6, 4, least=0.2)):
+        oracle, patient = Oracle(rows=2), Oracle(rows=2)
+        tree = grow(torch.tensor([1, 2]), oracle, VOCABULARY, budget, Voice())
+        assert 0 < len(oracle.asked) < budget.depth
+        deep = replace(budget, nodes=200, least=0.0)
+        whole = grow(torch.tensor([1, 2]), patient, VOCABULARY, deep, Voice())
+        assert len(patient.asked) == budget.depth
+        for row in range(2):
+            used = int(tree.valid[row].sum())
+            assert paths_of(tree, row)[:used] == paths_of(whole, row)[:used]
 
 
 def test_a_static_tree_holds_the_picks_of_its_paths_and_asks_only_parents():

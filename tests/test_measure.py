@@ -12,7 +12,7 @@ import torch
 from conf.schema import Accept, Decode, Proposal
 from conftest import bench_prompts
 from decode.arms import Arm, arm_of, arms_of, budget_for, holds_for
-from decode.choice import CHAIN, PLAIN, TREE, Choice, Option, keep, recall
+from decode.choice import CHAIN, DYNAMIC, PLAINLY, STATIC, Choice, Option, keep, recall
 from decode.engine import generate
 from decode.measure import check, measure, settings
 from decode.opening import find_beside, find_drafter, open_drafter, open_target
@@ -113,10 +113,12 @@ def test_what_is_tuned_is_decoded(loop, capsys):
         return arms_of(run)[0].budget
 
     assert tuned(Option(CHAIN, 3, 2)).paths == ((0,), (0, 0))
+    assert tuned(Option(CHAIN, 3, 2, 0.1)) == Budget((), 3, 2, 1, 0.1)
+    assert tuned(Option(DYNAMIC, 6, 3, 0.2)) == Budget((), 6, 3, run.decode.branch, 0.2)
     best = [tuple(path) for path in read_card(loop.out).tree[:3]]
-    assert tuned(Option(TREE, 4, 2)).paths == tuple(ordered_paths(best))
+    assert tuned(Option(STATIC, 4, 2)).paths == tuple(ordered_paths(best))
     with pytest.raises(ValueError, match=r"no tree of tiny pays on this machine, so plain decoding was chosen"):
-        tuned(Option(PLAIN, 1, 0))
+        tuned(PLAINLY)
     with pytest.raises(ValueError, match="was measured with target tiny, and here it is huge: a curve of other"):
         arms_of(changed(run, "target.name", "huge"))
 
@@ -210,6 +212,8 @@ REFUSED = [
         Proposal.sampled,
         "decode.proposal=sampled has nothing to draw at temperature 0; set decode.temperature",
     ),
+    ("least", 1.0, "decode.least=1.0 is no probability; give one from 0"),
+    ("least", 0.1, "decode.least chooses among paths by their probability; take decode.tree=dynamic or chain with it"),
     ("nodes", 1, "decode.nodes=1 measures nothing; give at least 2"),
     ("rows", 0, "decode.rows=0"),
     ("depth", 0, "decode.depth=0"),
@@ -333,6 +337,8 @@ def test_drawn_trees_have_the_shapes_of_others_but_none_is_dynamic():
     assert (own.paths, own.sampled) == ((), True)
     with pytest.raises(ValueError, match=r"decode.tree=dynamic takes the likeliest branches, which are not drawn"):
         check(Decode(proposal=Proposal.sampled, temperature=1.0, tree="dynamic"))
+    with pytest.raises(ValueError, match=r"would look at a drawn guess before it lets it stand"):
+        check(Decode(proposal=Proposal.sampled, temperature=1.0, tree="chain", least=0.1))
 
 
 def test_the_settings_say_which_tree_was_measured(loop):
@@ -342,7 +348,10 @@ def test_the_settings_say_which_tree_was_measured(loop):
         settings(run, Arm("x", loop.out, card, budget), torch.float32)
         for budget in (Budget((), 7, 4, 3), Budget(tuple(chain(2)), 7, 4))
     ]
-    assert [(one["nodes"], one["tree"]) for one in told] == [(7, {"depth": 4, "branch": 3}), (3, [[0], [0, 0]])]
+    assert [(one["nodes"], one["tree"]) for one in told] == [
+        (7, {"depth": 4, "branch": 3, "least": 0.0}),
+        (3, [[0], [0, 0]]),
+    ]
 
 
 def test_a_drafter_that_recommends_no_tree_grows_its_own():
