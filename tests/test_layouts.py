@@ -173,6 +173,26 @@ def test_peagle_comes_back_from_every_layout_to_the_same_bytes(mask_token, depth
     round_trip(layout_for("speculators", PEAGLE), drafter, tensors, {**knobs, **masked, "depths": depths})
 
 
+def test_a_p_eagle_that_does_not_fit_is_refused_with_what_is_wrong():
+    small = {"vocabulary": 12, "taps": [2, 4, 6], "layers": 2}
+    assert "the config has no mask_token_id" in broken(
+        lambda files: files.config.pop("mask_token_id"), "vllm", PEAGLE, **small
+    )
+    assert "fc_norm: this drafter norms every tap" in broken(
+        lambda files: files.config.update(fc_norm=True), "speculators", PEAGLE, **small
+    )
+    assert "mask_hidden is missing" in broken(
+        lambda files: files.tensors.pop("mask_hidden"), "speculators", PEAGLE, **small
+    )
+
+
+def test_speculators_is_given_the_targets_embedding_and_vllms_own_layout_is_not():
+    for family in (EAGLE3, PEAGLE):
+        shipped = served("speculators", family, **{"vocabulary": 12, "taps": [2, 4, 6]}).tensors["embed_tokens.weight"]
+        assert torch.equal(shipped, ends().embedding)
+        assert "embed_tokens.weight" not in served("vllm", family, **{"vocabulary": 12, "taps": [2, 4, 6]}).tensors
+
+
 @pytest.mark.parametrize("fc_bias", [True, False])
 def test_eagle_comes_back_from_both_layouts_to_the_same_bytes(fc_bias):
     drafter, tensors = made(EAGLE, fc_bias=fc_bias)
@@ -406,8 +426,11 @@ def test_a_missing_t2d_is_made_from_d2t():
 def test_a_layout_that_the_family_does_not_have_is_refused():
     with pytest.raises(ValueError, match="Medusa has no layout 'sglang'; it has medusa, vllm"):
         layout_for("sglang", MEDUSA)
-    with pytest.raises(ValueError, match="no program known here serves this family"):
-        layout_for("vllm", "models.ngram.Ngram")
+    for family in ("models.hydra.Hydra", "models.table.Table"):
+        with pytest.raises(
+            ValueError, match=r"no server known here reads this family: .*\(Eagle, Eagle3, Medusa, PEagle\)"
+        ):
+            layout_for("vllm", family)
     with pytest.raises(ValueError, match="there is no layout 'tgi'; use eagle, medusa, sglang, speculators, vllm"):
         recognised(served("vllm", EAGLE3, **SMALL), "tgi")
     with pytest.raises(ValueError, match="this is no known layout of a drafter: it holds a"):
