@@ -16,13 +16,14 @@ from conf.schema import Run
 from decode.engine import generate
 from decode.opening import open_target
 from models.drafter import Budget, Plain
-from models.shelf import read_card, write_card
+from models.shelf import load_drafter, read_card, write_card
 from runs import composed
 from train import job
 from train.chat import render
-from train.data import write_rows
+from train.data import load_examples, write_rows
 from train.doctor import Chart, chart_of, examine
 from train.export import export
+from train.sources import rows_of
 
 EXACT = [
     "target.dtype=fp32",
@@ -115,6 +116,18 @@ def names(chart: Chart) -> list[str]:
     return [finding.name for finding in chart.findings]
 
 
+def counted(home: Path, family: list[str]) -> tuple[list[float], list[float]]:
+    """By depth, how often the drafter itself finds what the target said in all texts, and how often it is asked."""
+    folder, target = taught(home, family), open_target(run_of(home).target)
+    drafter = load_drafter(folder, read_card(folder), target.ends, torch.float32)
+    target.tap(drafter.taps)
+    losses = []
+    for example in load_examples(list(rows_of(run_of(home).data)), target.tokenizer, target.end_tokens, 256, True):
+        ids, mask = torch.tensor(example.input_ids), torch.tensor(example.loss_mask).bool()
+        losses.append(drafter.training_loss(target.features(ids[None], mask[None], torch.tensor([len(ids)]))))
+    return sum(loss.hits for loss in losses).tolist(), sum(loss.seen for loss in losses).tolist()
+
+
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
@@ -135,8 +148,10 @@ def test_a_sound_drafter_exported_or_not_accepts_what_training_measured(home, fa
     chart = chart_of(run_of(home), exported(home, family, layout) if layout else taught(home, family))
     assert chart.findings == []
     assert chart.recorded[0] > 0.7
-    for now, then in zip(chart.measured, chart.recorded, strict=True):
-        assert now == pytest.approx(then, abs=0.02)  # the card is rounded, and the weights went through bf16
+    hits, seen = counted(home, family)
+    assert chart.seen[: len(seen)] == seen
+    for now, count, asked in zip(chart.measured, hits, seen, strict=False):  # EAGLE-1 learns one depth
+        assert now * asked == pytest.approx(count, abs=1.01)  # arithmetic in another order may turn one pick
 
 
 def columns(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:

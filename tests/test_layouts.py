@@ -193,9 +193,10 @@ def test_speculators_is_given_the_targets_embedding_and_vllms_own_layout_is_not(
         assert "embed_tokens.weight" not in served("vllm", family, **{"vocabulary": 12, "taps": [2, 4, 6]}).tensors
 
 
-@pytest.mark.parametrize("fc_bias", [True, False])
-def test_eagle_comes_back_from_both_layouts_to_the_same_bytes(fc_bias):
-    drafter, tensors = made(EAGLE, fc_bias=fc_bias)
+@settings(max_examples=6, deadline=None)
+@given(fc_bias=st.booleans(), dtype=DTYPES, seed=st.integers(0, 99))
+def test_eagle_comes_back_from_both_layouts_to_the_same_bytes(fc_bias, dtype, seed):
+    drafter, tensors = made(EAGLE, seed, dtype, fc_bias=fc_bias)
     round_trip(layout_for("eagle", EAGLE), drafter, tensors, {"fc_bias": fc_bias})
     if not fc_bias:
         return round_trip(layout_for("vllm", EAGLE), drafter, tensors, {"fc_bias": False})
@@ -446,6 +447,16 @@ def test_a_knob_that_a_layout_has_no_word_for_is_refused_unless_it_is_as_usual()
         ValueError, match=r"layout=vllm has no word for fc_norm=True, residual=after_norm; train without"
     ):
         Curt().require_said({"taps": [1, 2], "fc_norm": True, "residual": "after_norm"})
+
+
+def test_embeddings_that_the_target_scales_have_no_place_in_eagle_1s_layouts():
+    scaled = Ends(ends().embedding, ends().head, None, CONFIG)
+    scaled.embedding_scale = 4.0
+    for name in ("eagle", "vllm"):
+        with pytest.raises(ValueError, match=r"embeddings times 4, .* use EAGLE-3"):
+            layout_for(name, EAGLE).write(*made(EAGLE, fc_bias=False), scaled, "")
+        with pytest.raises(ValueError, match=r"embeddings times 4"):
+            layout_for(name, EAGLE).read(served(name, EAGLE, fc_bias=False), scaled)
 
 
 def test_a_bias_on_the_targets_head_has_no_place_in_vllms_shared_medusa():

@@ -31,7 +31,7 @@ from train.replay import Patient, Text, hits
 from train.sources import rows_of
 
 CONVERSATIONS, LONGEST = 8, 256  # that are replayed: the last of the data, which training held out
-MENDED = 1.1  # how much more a suspicion must accept to be named
+MENDED = 1.1  # how much more a suspicion must accept to be named, where it does not bring back half of what was lost
 LOST = 0.9  # of the recorded acceptance: less is ill, where it is not chance
 SIGMAS = 4  # how far chance goes, in standard deviations of a share of the replayed positions
 ZEROS = 0.02  # share of a matrix that may be zero: more is underflow
@@ -341,15 +341,18 @@ def complaints(
     chart: Chart, patient: Patient, texts: list[Text], tensors: dict[str, Tensor], target: Target
 ) -> Iterator[Finding]:
     """What the replay shows: the suspicion that mends it most, or that none does."""
-    base, known = sum(chart.measured), chart.recorded[: len(chart.measured)]
+    known = chart.recorded[: len(chart.measured)]
+    graded = len(known) or patient.depth
+    base = sum(chart.measured[:graded])
     triples = zip(chart.measured, known, chart.seen, strict=False)
     fallen = [depth for depth, triple in enumerate(triples, start=1) if lost(*triple)]
     if known and not fallen:
         return
-    tried = [(sum(rates(hits(other, theirs))), name) for name, other, theirs in suspicions(patient, texts, target)]
+    every = suspicions(patient, texts, target)
+    tried = [(sum(rates(hits(other, theirs))[:graded]), name) for name, other, theirs in every]
     most, best = max(tried, default=(0.0, ""))
-    if most > MENDED * base + 0.05:
-        accepted = f"{most / patient.depth:.1%} of its guesses instead of {base / patient.depth:.1%}"
+    if most > MENDED * base + 0.05 or (fallen and most > (base + sum(known)) / 2):
+        accepted = f"{most / graded:.1%} of its guesses instead of {base / graded:.1%}"
         yield Finding(best, f"with this changed it accepts {accepted}: {ADVICE[best]}")
     elif strange := foreign_head(patient, tensors, target):
         yield Finding("head", strange)
