@@ -5,12 +5,13 @@ leaves expected.json beside them. A draft model, which needs no export, is serve
 target's own first layers. `--compare FOLDER` then lays what vLLM left beside it.
 """
 
-import copy
 import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
+
+from transformers import AutoModelForCausalLM
 
 from conf import command
 from conf.schema import Run
@@ -21,7 +22,6 @@ from models.drafter import Budget, Plain
 from models.layouts import LAYOUTS
 from models.shelf import Card, read_card, untrained
 from models.source import from_hub
-from models.target import Target
 from models.tree import chain
 from train.export import export, guesses, trained
 
@@ -35,6 +35,7 @@ def expect(run: Run) -> None:
     home, card = Path(os.environ["CHECK_VLLM"]), untrained(run.drafter)
     folder = None if card else trained(run)
     card = card or read_card(trained(run))
+    served = exported(run, card, home) if folder else {"vllm": draft_model(run, home / "vllm")}
     depth = run.decode.depth = guesses(card)
     prompts = chosen(run, int(os.environ["CHECK_PROMPTS"]))
     run.target.dtype = "fp32"
@@ -44,7 +45,6 @@ def expect(run: Run) -> None:
     target.model.generation_config.eos_token_id = None
     plain = [one.tokens for one in generate(target, Plain(), prompts, TOKENS, Budget(nodes=1), rows=ROWS).generations]
     drafter = open_drafter(folder, card, target)
-    served = exported(run, card, home) if folder else {"vllm": draft_model(run.drafter, target, home / "vllm")}
     # decoded further than the limit, so that the round which passes it counts whole
     drafted = generate(
         target, drafter, prompts, TOKENS + depth, Budget(tuple(chain(depth)), depth + 1, depth), rows=ROWS
@@ -74,16 +74,13 @@ def exported(run: Run, card: Card, home: Path) -> dict[str, dict[str, Any]]:
     return served
 
 
-def draft_model(knobs: dict[str, Any], target: Target, out: Path) -> dict[str, Any]:
+def draft_model(run: Run, out: Path) -> dict[str, Any]:
     """What vLLM is told of a draft model: where it is, or, of the target's first layers, where they were written out."""
+    knobs = run.drafter
     if knobs["name"]:
         return {"method": "draft_model", "model": str(from_hub(knobs["name"], knobs["revision"], kind="draft model"))}
-    config = copy.deepcopy(target.model.config)
-    config.num_hidden_layers = knobs["layers"]
-    twin = type(target.model)(config)
-    wanted = twin.state_dict().keys()
-    twin.load_state_dict({name: value for name, value in target.model.state_dict().items() if name in wanted})
-    twin.save_pretrained(out)
+    first = AutoModelForCausalLM.from_pretrained(target_folder(run.target), num_hidden_layers=knobs["layers"])
+    first.save_pretrained(out)
     return {"method": "draft_model", "model": str(out)}
 
 
