@@ -128,7 +128,9 @@ def test_chains_are_as_long_as_guesses_are_reached_often_enough():
     rates = lambda *greedy: Card("", {}, {}, [], acceptance={"greedy": list(greedy)})  # noqa: E731
     assert guesses(rates(0.5, 0.4, 0.3, 0.9)) == 4
     assert guesses(rates(0.5, 0.4, 0.2, 0.9)) == 2
-    assert guesses(rates(0.01)) == 1
+    for family, rate, depth in (("eagle.Eagle", 0.5, 3), ("eagle.Eagle", 0.3, 2), ("eagle.Eagle", 0.01, 1)):
+        assert guesses(Card(f"models.{family}", {}, {}, [], acceptance={"greedy": [rate]})) == depth
+    assert guesses(Card("models.medusa.Medusa", {"heads": 1}, {}, [], acceptance={"greedy": [0.5]})) == 1
     assert guesses(Card("", {}, {}, [])) == 3
 
 

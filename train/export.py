@@ -21,6 +21,7 @@ from models.shelf import (
     WEIGHTS,
     Card,
     card_text,
+    family_class,
     load_drafter,
     packed,
     read_card,
@@ -34,6 +35,7 @@ from models.source import from_hub, identify
 RECORD = (
     "outrider.yaml"  # the drafter's card in an export: what it drafts for, and what it accepted when it was trained
 )
+UNMEASURED = 3  # depths of a chain where training measured one of a drafter that may go on
 RARE = 0.05  # a guess that is reached less often than this is not worth a token of the target's pass
 
 
@@ -134,8 +136,13 @@ def template_digest(template: Any) -> str:
 
 
 def guesses(card: Card) -> int:
-    """How many tokens a chain should guess: as deep as the product of the measured rates stays above RARE."""
+    """How many tokens a chain should guess: as deep as the product of the measured rates stays above RARE.
+
+    EAGLE-1 is taught one depth and goes on below it: the next ones, which nobody measured, are taken to be like it.
+    """
     rates, reached = card.acceptance.get("greedy") or [1.0, 1.0, 1.0], 1.0
+    if len(rates) == 1 and family_class(card.family, card.knobs).reach(card.knobs) is None:
+        rates = rates * UNMEASURED
     for depth, rate in enumerate(rates):
         reached *= rate
         if reached < RARE:
