@@ -177,7 +177,7 @@ class Decode:
     turns: int = 1  # of a conversation, at most; the next follows the target's own answer
     longest: int = 400  # prompt tokens
     tokens: int = 96
-    tree: Any = "auto"  # auto: the drafter's recommended tree, else dynamic; chain; dynamic; tuned, as decode.tune chose; a list of paths; or a published tree
+    tree: Any = "auto"  # auto: the drafter's recommended tree, else, or with `least`, dynamic; chain; dynamic; tuned, as decode.tune chose; a list of paths; or a published tree
     nodes: int = 10  # tree size, root included
     depth: int = 4  # of chains and dynamic trees
     branch: int = 4  # of dynamic trees: nodes that grow at every level, and children of each
@@ -193,6 +193,8 @@ class Decode:
     accept: Accept = Accept.lossless  # typical (Medusa's; lossy): guesses stand that the target finds not too unlikely
     epsilon: float = 0.09  # typical: the probability from which a guess always stands
     delta: float = 0.3  # typical: lower where the target is unsure, delta * exp(-entropy)
+    ask: str | None = None  # a question that run.py answers, as the text comes about, instead of measuring
+    stop: list[str] = field(default_factory=list)  # strings before which that answer ends
     beside: list[str] = field(
         default_factory=list
     )  # other drafters of this target for the same table: conf, folder or Hub name

@@ -100,11 +100,11 @@ def cpu_name() -> str:
 def budget_for(how: Decode, card: Card) -> Budget:
     """How much may be proposed: the tree that `decode.tree` names, checked before weights load."""
     sampled = how.proposal is Proposal.sampled
-    if how.least and how.tree not in ("chain", "dynamic") and (how.tree != "auto" or card.tree):
+    if how.least and how.tree not in ("auto", "chain", "dynamic"):
         raise ValueError(
             "decode.least chooses among paths by their probability; take decode.tree=dynamic or chain with it"
         )
-    if how.tree == "dynamic" or (how.tree == "auto" and not card.tree):
+    if how.tree == "dynamic" or (how.tree == "auto" and (how.least or not card.tree)):
         return Budget((), how.nodes, how.depth, how.branch, how.least, sampled)
     if how.tree == "chain" and how.least:
         return Budget((), how.depth + 1, how.depth, 1, how.least)

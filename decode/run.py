@@ -1,8 +1,8 @@
-"""python decode/run.py conf=NAME: measure a drafter."""
+"""python decode/run.py conf=NAME: measure a drafter, or answer a question with it."""
 
 from conf import command
 
-main = command("decode.measure:measure")
+main = command("decode.talk:decode")
 
 if __name__ == "__main__":
     main()

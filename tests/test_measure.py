@@ -213,7 +213,6 @@ REFUSED = [
         "decode.proposal=sampled has nothing to draw at temperature 0; set decode.temperature",
     ),
     ("least", 1.0, "decode.least=1.0 is no probability; give one from 0"),
-    ("least", 0.1, "decode.least chooses among paths by their probability; take decode.tree=dynamic or chain with it"),
     ("nodes", 1, "decode.nodes=1 measures nothing; give at least 2"),
     ("rows", 0, "decode.rows=0"),
     ("depth", 0, "decode.depth=0"),
@@ -358,6 +357,11 @@ def test_a_drafter_that_recommends_no_tree_grows_its_own():
     own, other = Card("", {}, {}, []), Card("", {}, {}, [], [[0], [1]])
     for card, tree in ((own, "auto"), (own, "dynamic"), (other, "dynamic")):
         assert budget_for(Decode(tree=tree, nodes=7, depth=3, branch=2), card) == Budget((), 7, 3, 2)
+    for card in (own, other):  # unlikely paths can be left out of dynamic trees and chains alone
+        assert budget_for(Decode(least=0.1), card) == Budget((), 10, 4, 4, 0.1)
+        assert budget_for(Decode(tree="chain", least=0.1), card) == Budget((), 5, 4, 1, 0.1)
+        with pytest.raises(ValueError, match=r"decode.least chooses among paths by their probability"):
+            budget_for(Decode(tree=[[0]], least=0.1), card)
 
 
 def test_drafters_side_by_side_are_measured_in_one_table(loop, tmp_path, capsys):

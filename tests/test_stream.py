@@ -4,15 +4,52 @@ import random
 
 import pytest
 
+from conf.schema import Accept
 from conftest import Family
+from decode.engine import generate
+from decode.opening import open_target
+from decode.prompts import Dialogue
 from decode.stream import Piece, Request, first_stop, settled, written
+from decode.talk import decode
 from models.drafter import Budget, Plain
 from reference import Guesser
+from runs import changed, composed
 
 CHANCE = random.Random(5)
 PROMPT = [CHANCE.randrange(32, 127) for _ in range(9)]
 LIMIT = 20
 NODES = 8
+
+
+def test_the_command_answers_a_question_as_plain_decoding_would(capsys: pytest.CaptureFixture[str]) -> None:
+    told = ("drafter=draft_model", "drafter.layers=1", "decode.tokens=12", "target.dtype=fp32")
+    run = composed(*told, "decode.ask=Why?")
+    decode(run)
+    target = open_target(run.target)
+    prompt = Dialogue(["Why?"], target.tokenizer).prompt()
+    (said,) = generate(target, Plain(), [prompt], 12, Budget(nodes=1)).generations
+    text = written(target.tokenizer, said.tokens)
+    shown = capsys.readouterr().out
+    assert text.strip()
+    assert f"{text}\n\n{len(said.tokens)} tokens in " in shown
+    assert f"after {len(prompt)} of the prompt: tau " in shown
+    stop = text[-4:-2]
+    decode(changed(run, "decode.stop", [stop]))
+    assert f"{text[: text.index(stop)]}\n\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "sentence"),
+    [
+        ("decode.ask", " ", "decode.ask says nothing; give a question"),
+        ("decode.accept", Accept.typical, "decode.ask is answered losslessly; leave decode.accept out"),
+        ("decode.stop", [""], "a stop string is empty, which stands everywhere"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(setting: str, value: object, sentence: str) -> None:
+    run = composed("drafter=draft_model", "drafter.layers=1", "decode.ask=Why?", "decode.temperature=1.0")
+    with pytest.raises(ValueError, match=sentence):
+        decode(changed(run, setting, value))
 
 
 def request(llama: Family, **how: object) -> Request:
