@@ -26,7 +26,7 @@ HOW = "--dtype float32 --enforce-eager --max-model-len 1024 --max-num-seqs 4 --m
 
 
 def check(run: Run) -> None:
-    """Raise ValueError where an answer differs. CHECK_REGENERATE names a folder, CHECK_PROMPTS how many, CHECK_SERVER vLLM."""
+    """Raise ValueError where an answer differs. CHECK_REGENERATE names a folder, CHECK_PROMPTS how many, CHECK_SERVER vLLM's Python."""
     home, how = Path(os.environ["CHECK_REGENERATE"]), run.regenerate
     rows = islice(conversations_of(SHIPPED), int(os.environ["CHECK_PROMPTS"]))
     write_rows(home / "prompts.jsonl", ({"id": n, "messages": row["messages"][:1]} for n, row in enumerate(rows)))
@@ -56,10 +56,14 @@ def serving(folder: Path, home: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = [os.environ["CHECK_SERVER"], "serve", str(folder), "--host", "127.0.0.1", "--port", str(port), *HOW.split()]
+    module = [
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+    ]  # the wheel for CPUs has another name, at which its command fails
+    words = [os.environ["CHECK_SERVER"], *module, "--model", str(folder), "--host", "127.0.0.1", "--port", str(port)]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with (home / "server.log").open("wb") as log:
-        server = subprocess.Popen(words, cwd=home, env=env, stdout=log, stderr=log)
+        server = subprocess.Popen([*words, *HOW.split()], cwd=home, env=env, stdout=log, stderr=log)
     try:
         url = f"http://127.0.0.1:{port}/v1"
         wait(url, server, home / "server.log")

@@ -9,4 +9,4 @@ source scripts/vllm_environment.sh
 home=$(mktemp -d)
 trap 'rm -rf "$home"' EXIT
 export PYTHONPATH="$PWD:$PWD/scripts${PYTHONPATH:+:$PYTHONPATH}"
-CHECK_REGENERATE=$home CHECK_PROMPTS=${PROMPTS:-20} CHECK_SERVER=$theirs/bin/vllm "$python" scripts/check_regenerate.py "$@"
+CHECK_REGENERATE=$home CHECK_PROMPTS=${PROMPTS:-20} CHECK_SERVER=$theirs/bin/python "$python" scripts/check_regenerate.py "$@"
