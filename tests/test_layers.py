@@ -22,6 +22,8 @@ DOORS = {
     "decode/measure.py",
     "decode/arms.py",
     "decode/opening.py",
+    "decode/regimes.py",
+    "decode/talk.py",
     "decode/tune.py",
 }  # these also read the configuration
 FILES = [file for package in (*PACKAGES, "scripts") for file in sorted((ROOT / package).rglob("*.py"))]

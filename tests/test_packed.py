@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.packed import PackedLinear, Part, pack, packs, same_input
+from models.packed import LARGE, USUAL, PackedLinear, Part, fits, pack, packs, same_input
 
 pytestmark = pytest.mark.skipif(not packs(torch.device("cpu"), torch.float32), reason="oneDNN is not available")
 
@@ -18,6 +18,21 @@ def test_a_packed_layer_equals_the_plain_one(rows: int, bias: bool, out: int) ->
     for batch in (1, 2):
         states = torch.randn(batch, rows, 24)
         torch.testing.assert_close(PackedLinear(linear.weight, linear.bias)(states), linear(states))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 8, 40, 168], ids=lambda rows: f"{rows} rows")
+@torch.inference_mode()
+def test_a_large_packed_layer_equals_the_plain_one(rows: int) -> None:
+    """An image, where oneDNN keeps to one layout; 168 pixels want another on a CPU with AVX2."""
+    linear, states = nn.Linear(2048, LARGE // 2048 + 3), torch.randn(1, rows, 2048)
+    torch.testing.assert_close(PackedLinear(linear.weight, linear.bias)(states), linear(states))
+
+
+@torch.inference_mode()
+def test_a_large_layer_is_no_image_where_the_usual_trees_want_several_layouts() -> None:
+    for width in (256, 4096):
+        layer = PackedLinear(torch.zeros(LARGE // width, width), None)
+        assert layer.image == all(fits(width, rows) for rows in USUAL)
 
 
 def test_packing_replaces_every_linear_layer_and_nothing_else() -> None:
