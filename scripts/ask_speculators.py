@@ -27,8 +27,7 @@ def ask(home: Path) -> None:
     )
     model._create_mask_fn = lambda *args, **how: create_float_mask(*args, **{**how, "dtype": torch.float32})
     tokens, features = given["input_ids"][:, 1:], given["features"][:, :-1]
-    asked = peagle if config.speculators_model_type == "peagle" else eagle3
-    found = asked(model, features, tokens, steps)
+    found = eagle3(model, features, tokens, steps)
     save_file({f"logits.{step}": value.contiguous() for step, value in enumerate(found)}, home / "theirs.safetensors")
 
 
@@ -39,22 +38,6 @@ def eagle3(model: Any, features: Tensor, tokens: Tensor, steps: int) -> list[Ten
     model.lm_head.register_forward_hook(lambda *call: heard.append(call[-1][0]))
     model(features, tokens, torch.zeros_like(tokens), ttt_steps=steps)
     return [logits[: len(logits) - step].clone() for step, logits in enumerate(heard)]
-
-
-@torch.inference_mode()
-def peagle(model: Any, features: Tensor, tokens: Tensor, steps: int) -> list[Tensor]:
-    """[T - step, V] of each depth, at every place instead of at those that it would draw."""
-    from speculators.models.peagle import core
-
-    long = tokens.shape[1]
-    anchors = [torch.arange(long - depth) for depth in range(steps)]
-    depths = [torch.full_like(anchor, depth) for depth, anchor in enumerate(anchors)]
-    core.generate_cod_sample_indices = lambda **how: (torch.cat(anchors), torch.cat(depths))
-    heard: list[Tensor] = []
-    model.lm_head.register_forward_hook(lambda *call: heard.append(call[-1][0]))
-    states = features[..., : model.hidden_size]  # for its loss, which nobody looks at
-    model(features, tokens, torch.zeros_like(tokens), verifier_last_hidden_states=states, num_depths=steps)
-    return list(heard[0].split([len(anchor) for anchor in anchors]))
 
 
 if __name__ == "__main__":

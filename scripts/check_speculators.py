@@ -18,7 +18,6 @@ from conf.schema import Run
 from decode.opening import open_drafter, open_target
 from models.drafter import Drafter, FeatureBatch
 from models.eagle3 import Eagle3
-from models.peagle import PEagle
 from models.questions import Questions
 from models.shelf import read_card
 from models.target import Target
@@ -57,13 +56,9 @@ def logits_of(drafter: Drafter, batch: FeatureBatch) -> list[Tensor]:
     """For each step [T - 1 - step, V]: what it says wherever the tokens that it reads are known."""
     at = torch.arange(batch.input_ids.shape[1])[None]
     where = [at < at.shape[1] - 1 - step for step in range(STEPS)]
-    if isinstance(drafter, PEagle):
-        states = drafter.states(batch, where)
-    elif isinstance(drafter, Eagle3):
-        states = list(drafter.unroll(batch, Questions.where(where)))
-    else:
-        raise ValueError(f"speculators has no class for {type(drafter).__name__}; name an EAGLE-3 or a P-EAGLE")
-    return [drafter.logits(state) for state in states]
+    if not isinstance(drafter, Eagle3):
+        raise ValueError(f"this checks EAGLE-3, and the drafter is a {type(drafter).__name__}; name another")
+    return [drafter.logits(state) for state in drafter.unroll(batch, Questions.where(where))]
 
 
 def compare(home: Path) -> int:
