@@ -151,8 +151,14 @@ class Engine:
     """How processes share a run, and what time is traded for memory."""
 
     kind: Kind = Kind.auto
-    checkpointing: bool = False  # forget what is inside a drafter's layers and compute it again in the backward pass
+    checkpointing: bool = (
+        False  # forget what is inside a drafter's steps or layers and compute it again in the backward pass
+    )
     compile: bool = False  # torch.compile a drafter's layers: slow to start
+    offload: bool = False  # zero1 to zero3: moments and the weights they step stay in main memory
+    shard_target: bool = (
+        False  # share the target's layers out among the processes; a pass gathers each while it needs it
+    )
 
 
 @dataclass

@@ -1,11 +1,19 @@
 """What the commands open: the target of a run and the drafter that belongs to it."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from conf import packaged
 from conf.schema import Run
@@ -60,8 +68,8 @@ def context_of(conf: TargetConf) -> int:
     return context(config.get_text_config(decoder=True))
 
 
-def open_target(conf: TargetConf) -> Target:
-    """The frozen target, loaded as `conf` says."""
+def open_target(conf: TargetConf, spread: Callable[[PreTrainedModel], None] | None = None) -> Target:
+    """The frozen target, loaded as `conf` says; `spread` shares it out among processes."""
     how: dict[str, Any] = {"trust_remote_code": conf.trust_remote_code}
     if conf.device_map:
         how["device_map"] = conf.device_map
@@ -69,7 +77,7 @@ def open_target(conf: TargetConf) -> Target:
         how["attn_implementation"] = conf.attention
     if conf.quantization:
         how["quantization_config"] = _quantized(conf.quantization)
-    return load_target(target_folder(conf), conf.name, conf.dtype, conf.device, **how)
+    return load_target(target_folder(conf), conf.name, conf.dtype, conf.device, spread, **how)
 
 
 def _quantized(bits: str) -> Any:

@@ -26,7 +26,11 @@ class Reading:
 
 @dataclass
 class FeatureBatch:
-    """Conversations as a drafter learns from them; what the mask marks, the target said."""
+    """Conversations as a drafter learns from them; what the mask marks, the target said.
+
+    Mask and document stay in main memory, wherever the rest is: how many questions they make must be known there, and
+    a device that is asked for it first has to finish what it is at.
+    """
 
     input_ids: Tensor  # [B, T]
     loss_mask: Tensor  # [B, T] true where the target speaks
@@ -84,6 +88,7 @@ class Drafter(nn.Module):
     """Guesses for the target. A family is one module that overrides what follows."""
 
     taps: tuple[int, ...] = ()  # () reads the last hidden state only, or nothing
+    recomputed: tuple[str, ...] = ()  # methods of which a run short of memory keeps the inputs only; (): of its layers
     needs_training = True  # False: it drafts for any target as it is made, from its knobs alone
 
     @classmethod

@@ -18,6 +18,7 @@ from models.losses import Head, Objective
 from models.questions import Questions, Seats
 from models.sight import Sight
 from models.stack import FeatureDrafter
+from models.transfer import sent
 from models.vocabulary import DraftVocabulary
 
 
@@ -92,7 +93,7 @@ class Eagle(FeatureDrafter):
     def training_loss(self, batch: FeatureBatch) -> Loss:
         """Every state that says a token of the target's, foretold from the true states before it."""
         questions = Questions.of(batch, 1)
-        ((row, at),) = questions.places
+        ((row, at),) = questions.on(batch.input_ids.device).places
         foretold = self.foretold(batch, questions)
         crossed = self.objective.loss(
             batch,
@@ -111,14 +112,17 @@ class Eagle(FeatureDrafter):
         """[R, D] the states that follow the places where `questions` ask."""
         state = batch.last_hidden + self._noise(batch) if self.training else batch.last_hidden
         pair, base = self.inputs(ahead(batch.input_ids, 1), state)
-        attention, (row, at), seats = self.layer.self_attn, questions.places[0], Seats(batch, questions)
-        sight = Sight(seats.padded(at[:, None], 0)[..., 0], batch.document, self.window)
+        attention, seats, device = self.layer.self_attn, Seats(batch, questions), pair.device
+        ((row, at),) = questions.on(device).places
+        sight = Sight(seats.asking, batch.document, self.window, device)
         queries = seats.spread(attention.queries(pair[row, at][None], batch.position[row, at][None]), 0)
         found = attention.found_with_own(queries, attention.pairs(pair, batch.position), sight, [])
         return self.layer.outputs(base[row, at], attention.o_proj(seats.gathered(found, 0)))
 
     def _noise(self, batch: FeatureBatch) -> Tensor:
         """[B, T, D] drawn on the CPU, whose generator a checkpoint keeps; padding is alone and reads nothing."""
-        drawn = torch.rand(batch.last_hidden.shape).to(batch.last_hidden) * 2 - 1
-        tokens = (batch.document[:, None] == batch.document[..., None]).sum(-1, keepdim=True)
+        device = batch.last_hidden.device
+        drawn = sent(torch.rand(batch.last_hidden.shape), device).to(batch.last_hidden.dtype) * 2 - 1
+        document = sent(batch.document, device)
+        tokens = (document[:, None] == document[..., None]).sum(-1, keepdim=True)
         return drawn * (self.noise * 512 / tokens).to(drawn.dtype)

@@ -29,6 +29,8 @@ class Eagle3(Fused):
     layer above the last tap into the first one, instead of random weights. models/fused.py says what the other knobs are.
     """
 
+    recomputed = ("step",)
+
     def __init__(
         self,
         ends: Ends,
@@ -116,31 +118,51 @@ class Eagle3(Fused):
         """
         feature = self.fused(batch.features)
         far = self.first_keys(batch, feature)
-        own: list[list[Pair]] = [[] for _ in far]
-        seats = Seats(batch, questions)
-        asking = seats.padded(questions.places[0][1][:, None], 0)[..., 0]
-        sight = Sight(asking, batch.document, self.window)
+        own: list[tuple[Pair, ...]] = [() for _ in far]
+        seats, device = Seats(batch, questions), feature.device
+        sight = Sight(seats.asking, batch.document, self.window, device)
+        questions = questions.on(device)
         state = feature[questions.places[0]]
         for step, (row, at) in enumerate(questions.places):
             if step:
                 state = state[torch.searchsorted(questions.chain[step - 1], questions.chain[step])]
             if step and self.window is not None:
-                sight = Sight(asking, batch.document, self.window - step)
-            pair, base = self.inputs(ahead(batch.input_ids, step + 1)[row, at], state)
-            position = (batch.position[row, at] + step)[None]
-            for layer, keys, mine in zip(self.stack, far, own, strict=True):
-                if isinstance(layer, PlainLayer):
-                    pair, base = layer.inputs(state)
-                attention = layer.self_attn
-                if step:
-                    new = attention.pairs(pair[None], position)
-                    mine.append((seats.spread(new[0], step), seats.spread(new[1], step)))
-                queries = seats.spread(attention.queries(pair[None], position), step)
-                found = seats.gathered(attention.found_with_own(queries, keys, sight, mine), step)
-                state = layer.outputs(base, attention.o_proj(found))
+                sight = Sight(seats.asking, batch.document, self.window - step, device)
+            tokens, position = ahead(batch.input_ids, step + 1)[row, at], (batch.position[row, at] + step)[None]
+            state, own = self.step(step, tokens, position, state, far, own, sight, seats)
             normed = self.norm(state)
             state = normed if self.feedback == "after_norm" else state
             yield normed
+
+    def step(
+        self,
+        step: int,
+        tokens: Tensor,
+        position: Tensor,
+        state: Tensor,
+        far: list[Pair],
+        own: list[tuple[Pair, ...]],
+        sight: Sight,
+        seats: Seats,
+    ) -> tuple[Tensor, list[tuple[Pair, ...]]]:
+        """The state [R, D] above the stack where `tokens` [R] are read with `state` [R, D] at `position` [1, R].
+
+        Each layer looks at the first step's keys, `far`, and those of its `own`, to which every later step adds.
+        """
+        pair, base = self.inputs(tokens, state)
+        grown = []
+        for layer, keys, mine in zip(self.stack, far, own, strict=True):
+            if isinstance(layer, PlainLayer):
+                pair, base = layer.inputs(state)
+            attention = layer.self_attn
+            if step:
+                new = attention.pairs(pair[None], position)
+                mine = (*mine, (seats.spread(new[0], step), seats.spread(new[1], step)))
+            queries = seats.spread(attention.queries(pair[None], position), step)
+            found = seats.gathered(attention.found_with_own(queries, keys, sight, mine), step)
+            state = layer.outputs(base, attention.o_proj(found))
+            grown.append(mine)
+        return state, grown
 
     def first_keys(self, batch: FeatureBatch, feature: Tensor) -> list[Pair]:
         """For each layer the keys and values [B, G, T, C] of the first step, from the fused `feature` [B, T, D]."""
@@ -148,8 +170,8 @@ class Eagle3(Fused):
         found = [self.midlayer.self_attn.pairs(pair, batch.position)]
         if not len(self.above):
             return found
-        every = torch.arange(feature.shape[1], device=feature.device).expand(len(feature), -1)
-        sight = Sight(every, batch.document, self.window)
+        every = torch.arange(feature.shape[1]).expand(len(feature), -1)
+        sight = Sight(every, batch.document, self.window, feature.device)
         for below, layer in itertools.pairwise(self.stack):
             assert isinstance(layer, PlainLayer)
             attention = below.self_attn

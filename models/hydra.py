@@ -14,6 +14,7 @@ from models.growth import Ask
 from models.layer import Pair, PlainLayer, layer_config
 from models.medusa import Medusa, Residual
 from models.stack import Memory
+from models.transfer import sent
 
 
 class Grafted(nn.Module):
@@ -87,7 +88,8 @@ class Hydra(Medusa):
         if self.prefix is None:
             return hidden
         earlier = batch.position[:, None] <= batch.position[..., None]
-        seen = earlier & (batch.document[:, None] == batch.document[..., None])
+        document = sent(batch.document, hidden.device)
+        seen = earlier & (document[:, None] == document[..., None])
         return self.prefix(hidden, batch.position, self.prefix.pairs(hidden, batch.position), seen)
 
     def states(self, head: int, batch: FeatureBatch, read: Tensor, row: Tensor, at: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 B rows, Q queries, S keys, T positions, D width, H heads, G key-value heads, C head width.
 """
 
+from collections.abc import Sequence
 from math import gcd
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
 from models.sight import Looking, Sight, grouped
+from models.transfer import sent
 
 Pair = tuple[Tensor, Tensor]  # keys and values [B, G, S, C]
 
@@ -70,7 +72,8 @@ class Rotary:
 
     def __call__(self, heads: Tensor, position: Tensor) -> Tensor:
         """`heads` [B, H, S, C] at `position` [B, S]."""
-        angle = position[:, None, :, None] * self.frequencies.to(position.device)
+        self.frequencies = sent(self.frequencies, position.device)  # stays there
+        angle = position[:, None, :, None] * self.frequencies
         turn = torch.cat([angle, angle], dim=-1)
         cos, sin = (turn.cos() * self.scale).to(heads.dtype), (turn.sin() * self.scale).to(heads.dtype)
         return heads * cos + rotate_half(heads) * sin
@@ -111,7 +114,7 @@ class Attention(nn.Module):
         out = nn.functional.scaled_dot_product_attention(rows, keys, values, attn_mask=mask)
         return self.o_proj(out.reshape(queries.shape).transpose(1, 2).flatten(2))
 
-    def found_with_own(self, queries: Tensor, pairs: Pair, sight: Sight, own: list[Pair]) -> Tensor:
+    def found_with_own(self, queries: Tensor, pairs: Pair, sight: Sight, own: Sequence[Pair]) -> Tensor:
         """[B, H, Q, C] what `queries` find in `pairs` as `sight` allows and each in its own keys of `own`, [B, G, Q, C].
 
         The two are weighed against each other by the logarithms of their weights' sums: one softmax over all keys.

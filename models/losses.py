@@ -13,6 +13,7 @@ from torch import Tensor
 from models.drafter import FeatureBatch, Loss
 from models.ends import Ends
 from models.questions import Questions
+from models.transfer import sent
 from models.vocabulary import OUTSIDE, DraftVocabulary
 
 CACHED, FILLING = 2**21, 2**27  # logits that exist at the same time: what stays in a CPU's cache, what fills a GPU
@@ -217,7 +218,8 @@ class Objective:
         work = Work(self, batch, questions, heads, ends, vocabulary, measure)
         flat = torch.cat(list(states))[work.order]
         total, *measured = Chunked.apply(work, torch.is_grad_enabled(), flat, *(head.weight for head in work.heads))
-        return Loss(total, questions.seen[0], questions.seen, *measured)
+        seen = sent(questions.seen, total.device)
+        return Loss(total, seen[0], seen, *measured)
 
     def total(self, guesses: Sequence[Guess], chain: Tensor, depth: Tensor, chains: int, depths: int) -> Tensor:
         """[] the loss of guesses of whole chains: their rows, one after the other, are at `chain` and `depth` [R], from 0."""
@@ -265,16 +267,17 @@ class Work:
         self.objective, self.ends, self.vocabulary, self.measure = objective, ends, vocabulary, measure
         self.heads = [heads] if isinstance(heads, Head) else list(heads)
         self.depths = len(questions.chain)
-        row, at = questions.places[0]
+        device = batch.input_ids.device
+        row, at = (sent(part, device) for part in questions.places[0])
         self.heard = batch.last_hidden[row, at + 1] if objective.soft or measure else None
         self.labels = vocabulary.to_draft(batch.input_ids[row, at + 2])
-        many = max(FEWEST, (CACHED if row.device.type == "cpu" else FILLING) // len(self.heads[0].weight))
+        many = max(FEWEST, (CACHED if device.type == "cpu" else FILLING) // len(self.heads[0].weight))
         self.chains = max(1, many // self.depths)
         chain = torch.cat(questions.chain)
         depth = torch.cat([torch.full_like(one, k) for k, one in enumerate(questions.chain)])
         key = chain // self.chains * self.depths + depth
-        self.order = key.argsort(stable=True)
-        self.chain, self.depth = chain[self.order], depth[self.order]
+        order = key.argsort(stable=True)
+        self.order, self.chain, self.depth = (sent(one, device) for one in (order, chain[order], depth[order]))
         count = -(-len(row) // self.chains) * self.depths
         self.sizes = key.bincount(minlength=count).view(-1, self.depths).tolist()
 
@@ -393,7 +396,7 @@ def first_depth(
 
     `logits_at` gives what it says [R, V] after token `at` [R] of `row` [R].
     """
-    questions = Questions.of(batch, 1)
+    questions = Questions.of(batch, 1).on(batch.input_ids.device)
     ((rows, places),) = questions.places
     sums = torch.zeros(2, device=rows.device)
     for row, at in zip(rows.split(FEWEST), (places + 1).split(FEWEST), strict=True):

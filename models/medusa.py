@@ -16,6 +16,7 @@ from models.growth import Ask, grow
 from models.losses import Head, Objective
 from models.questions import Questions
 from models.sampling import Voice
+from models.transfer import sent
 from models.tree import TokenTree, rank_of
 from models.vocabulary import DraftVocabulary
 
@@ -123,7 +124,8 @@ class Medusa(Drafter):
     def training_loss(self, batch: FeatureBatch) -> Loss:
         """Each head against what the target said, or would have said, one token further than the head before it."""
         questions, read = Questions.of(batch, len(self.blocks)), self.read(batch)
-        states = [self.states(head, batch, read, row, at) for head, (row, at) in enumerate(questions.places)]
+        places = questions.on(read.device).places
+        states = [self.states(head, batch, read, row, at) for head, (row, at) in enumerate(places)]
         return self.objective.loss(
             batch, questions, states, self.heads(), self.ends, self.vocabulary, measure=not self.training
         )
@@ -135,11 +137,11 @@ class Medusa(Drafter):
         table = torch.full((*batch.input_ids.shape, len(where)), -1, device=batch.input_ids.device)
         read = self.read(batch)
         for k, here in enumerate(where, start=1):
-            row, at = here.nonzero(as_tuple=True)
+            row, at = (sent(part, table.device) for part in here.nonzero(as_tuple=True))
             label = self.vocabulary.to_draft(batch.input_ids[row, at + k + 1])
             logits = self.head_logits(k - 1, self.states(k - 1, batch, read, row, at))
             table[row, at, k - 1] = rank_of(label, logits, width)
-        return table[where[0]]
+        return table[sent(where[0], table.device)]
 
     @torch.inference_mode()
     def propose(self, committed: Committed, state: Any, budget: Budget, voice: Voice) -> TokenTree:

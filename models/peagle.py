@@ -25,6 +25,7 @@ from models.losses import Head, Objective
 from models.questions import Questions
 from models.sampling import Voice
 from models.stack import Memory, last_pairs, read
+from models.transfer import sent
 from models.tree import TokenTree
 
 
@@ -100,14 +101,14 @@ class PEagle(Fused):
         """The places among `where` K times [B, T] at which each depth teaches.
 
         An element reads those of its anchor at lesser depths, so the deepest depth is drawn first and each other one
-        adds to it: every draw holds the deeper ones, and has a size known beforehand. Drawn on the CPU, whose generator
-        a checkpoint keeps.
+        adds to it: every draw holds the deeper ones, and has a size known beforehand. Drawn on the CPU, where masks are and
+        whose generator a checkpoint keeps.
         """
         chosen, found = torch.zeros_like(where[-1]), []
         for depth in reversed(range(len(where))):
             more = self._drawn(int(where[depth].sum()), depth) - int(chosen.sum())
             left = (where[depth] & ~chosen).nonzero()
-            row, at = left[torch.randperm(len(left))[:more].to(left.device)].unbind(1)
+            row, at = left[torch.randperm(len(left))[:more]].unbind(1)
             chosen = chosen.index_put((row, at), torch.ones_like(row, dtype=torch.bool))
             found.append(chosen)
         return found[::-1]
@@ -129,7 +130,10 @@ class PEagle(Fused):
     def states(self, batch: FeatureBatch, where: Sequence[Tensor]) -> list[Tensor]:
         """For each depth the states [R, D], final norm included, at the places that `where` K times [B, T] marks."""
         anchor, depth, there = elements(batch.input_ids.shape[1], where)
+        asked_at = [(there & (depth == d) & marked.gather(1, anchor)).nonzero() for d, marked in enumerate(where)]
         document = batch.document.gather(1, anchor).masked_fill(~there, -2)  # padding is no document's
+        device = batch.input_ids.device
+        anchor, depth, document = (sent(part, device) for part in (anchor, depth, document))
         position = batch.position.gather(1, anchor) + depth
         tokens = ahead(batch.input_ids, 1).gather(1, anchor).masked_fill(depth > 0, self.mask_token)
         rows = torch.arange(len(anchor), device=anchor.device)[:, None]
@@ -142,11 +146,7 @@ class PEagle(Fused):
             before = before & (position[..., None] - position[:, None] < self.window)
         own = (anchor[:, None] == anchor[..., None]) & (depth[:, None] <= depth[..., None])
         normed = self.norm(self._through(tokens, feature, position, seen & (before | own)))
-        found = []
-        for number, marked in enumerate(where):
-            mine = there & (depth == number)
-            found.append(normed[mine & marked.gather(1, anchor)])
-        return found
+        return [normed[sent(row, device), sent(at, device)] for row, at in (one.unbind(1) for one in asked_at)]
 
     def _through(self, tokens: Tensor, feature: Tensor, position: Tensor, seen: Tensor) -> Tensor:
         """[B, N, D] all states above the stack."""

@@ -10,15 +10,19 @@ import torch
 from torch import Tensor
 
 from models.drafter import FeatureBatch, asked
+from models.transfer import sent
+
+Places = list[tuple[Tensor, Tensor]]
 
 
 class Questions(NamedTuple):
     """The questions of depths 1 to K. Those of one position are a chain: the guesses of one round, one after the other.
 
     Chain c asks at depth k for the token that chain c + k - 1 asks for at depth 1: the target says it from there.
+    They are counted in main memory, where masks are, and used `on` the device that has the rest.
     """
 
-    places: list[tuple[Tensor, Tensor]]  # K times row [R] and position [R], in reading order
+    places: Places  # K times row [R] and position [R], in reading order
     chain: list[Tensor]  # K times [R] ascending: chain c is the c-th question of the first depth
     seen: Tensor  # [K] how many there are at each depth
     widest: int  # most questions of the first depth in one row
@@ -39,16 +43,25 @@ class Questions(NamedTuple):
         places = list(zip(row.split(sizes), at.split(sizes), strict=True))
         return cls(places, list(number.split(sizes)), counts.float(), widest)
 
+    def on(self, device: torch.device) -> "Questions":
+        """The same on `device`."""
+        places = [(sent(row, device), sent(at, device)) for row, at in self.places]
+        return Questions(places, [sent(one, device) for one in self.chain], sent(self.seen, device), self.widest)
+
 
 class Seats:
-    """Where the questions of a batch sit when its rows are padded to Q seats, the most that any row needs."""
+    """Where the questions of a batch, which are still in main memory, sit when its rows are padded to Q seats, the most that
+    any row needs.
+    """
 
     def __init__(self, batch: FeatureBatch, questions: Questions):
-        number = torch.zeros_like(batch.input_ids)
+        number, device = torch.zeros_like(batch.document), batch.input_ids.device
         number[questions.places[0]] = 1
         number = number.cumsum(1) - 1
-        self.seats = [(row, number[row, at]) for row, at in questions.places]
-        self.shape = len(batch.input_ids), questions.widest
+        self.shape = len(batch.document), questions.widest
+        row, at = questions.places[0]
+        self.asking = number.new_zeros(self.shape).index_put((row, number[row, at]), at)  # [B, Q] in main memory
+        self.seats = [(sent(row, device), sent(number[row, at], device)) for row, at in questions.places]
 
     def padded(self, values: Tensor, step: int) -> Tensor:
         """[B, Q, ...] of `values` [R, ...] of one step; empty seats hold zeros."""

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from models.transfer import sent
+
 BLOCK = 128  # queries at a time
 
 
@@ -22,13 +24,15 @@ class Block(NamedTuple):
 class Sight:
     """Who sees whom: a query at `at` [B, Q] sees the positions up to its own in its document, of `document` [B, T].
 
-    With a `window` it sees that many, its own the last.
+    With a `window` it sees that many, its own the last. Both are in main memory, where it is known how far a block
+    reads; who sees whom is worked out on `device`.
     """
 
-    def __init__(self, at: Tensor, document: Tensor, window: int | None = None):
-        self.blocks = []
-        position, mine = torch.arange(document.shape[1], device=at.device), document.gather(1, at)
-        stops = [int(stop) for stop in torch.stack([part.amax() + 1 for part in at.split(BLOCK, 1)]).tolist()]
+    def __init__(self, at: Tensor, document: Tensor, window: int | None = None, device: torch.device | None = None):
+        self.blocks, device = [], device or at.device
+        stops = [int(part.amax()) + 1 for part in at.split(BLOCK, 1)]
+        at, document = sent(at, device), sent(document, device)
+        position, mine = torch.arange(document.shape[1], device=device), document.gather(1, at)
         for number, stop in enumerate(stops):
             part = slice(number * BLOCK, (number + 1) * BLOCK)
             later = position[:stop] > at[:, part, None]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -28,6 +29,7 @@ from models.ends import Ends
 from models.packed import PackedLinear, pack, packs, same_input
 from models.quick import quicken
 from models.source import Identity, identify
+from models.transfer import sent
 from models.tree import TokenTree
 
 
@@ -53,7 +55,7 @@ class Target:
         self._caught: dict[int, Tensor] = {}
         self.product: Callable[[Tensor], Tensor] = model.get_output_embeddings()
         self.repeats = 1  # of a mask's rows
-        if packs(self.device, self.dtype):
+        if packs(self.device, self.dtype) and not spread_out(self.layers):
             self._hasten()
         probe(self)
 
@@ -191,11 +193,12 @@ class Target:
     @torch.inference_mode()
     def documents(self, ids: Tensor, loss_mask: Tensor, document: Tensor, position: Tensor) -> FeatureBatch:
         """What a drafter learns from rows `ids` [B, T] of one `document` or several, each of which is read by itself."""
-        ids, loss_mask, document, position = (part.to(self.device) for part in (ids, loss_mask, document, position))
-        masks = {}
+        ids, position = (sent(part, self.device) for part in (ids, position))
+        loss_mask, document, masks = loss_mask.cpu(), document.cpu(), {}
         if bool((document > 0).any()):
+            mine = sent(document, self.device)
             before = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=self.device).tril()
-            seen = before & (document[:, :, None] == document[:, None])
+            seen = before & (mine[:, :, None] == mine[:, None])
             masks = {
                 "attention_mask": self._masks(seen, position[:, :, None] - position[:, None]),
                 "position_ids": position,
@@ -228,9 +231,17 @@ class Target:
         return {kind: additive(inside if kind == "sliding_attention" else seen) for kind in set(kinds)}
 
 
-def load_target(folder: Path, name: str, dtype: str | torch.dtype = "auto", device: str = "auto", **how: Any) -> Target:
+def load_target(
+    folder: Path,
+    name: str,
+    dtype: str | torch.dtype = "auto",
+    device: str = "auto",
+    spread: Callable[[PreTrainedModel], None] | None = None,
+    **how: Any,
+) -> Target:
     """The target in `folder`. `dtype` auto is bf16 where the machine computes in it, else fp32; `device` auto is a GPU
-    where there is one. `how` goes to `from_pretrained` (device_map, quantization_config, attn_implementation, trust_remote_code).
+    where there is one. `spread` takes the model from main memory to the devices of several processes. `how` goes to
+    `from_pretrained` (device_map, quantization_config, attn_implementation, trust_remote_code).
     """
     where = device_of(device)
     kind = resolve_dtype(dtype, where)
@@ -244,7 +255,9 @@ def load_target(folder: Path, name: str, dtype: str | torch.dtype = "auto", devi
                 f"{folder} holds a damaged .safetensors file ({error}); download the checkpoint again"
             ) from None
         raise
-    if not how.get("device_map") and not how.get("quantization_config"):
+    if spread is not None:
+        spread(model)
+    elif not how.get("device_map") and not how.get("quantization_config"):
         model = model.to(where)
     return Target(model, tokenizer, identify(folder, name, remote))
 
@@ -294,6 +307,11 @@ def decoder_layers(model: PreTrainedModel, depth: int) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == depth:
             return module
     raise ValueError(f"{type(model).__name__} has no list of {depth} decoder layers to tap; choose another target")
+
+
+def spread_out(layers: nn.ModuleList) -> bool:
+    """Whether several processes hold a part each of these layers: every pass is a pass of them all."""
+    return any(isinstance(parameter, DTensor) for parameter in layers.parameters())
 
 
 def shortened(module: nn.Module, layers: nn.ModuleList, count: int) -> nn.Module:

@@ -1,8 +1,8 @@
 """How many tokens a second the whole training loop reads: python scripts/bench_fit.py [override ...]
 
-Of eagle3_smol from cached features, which are extracted first where they are not there; prompt and answer tokens count alike.
-What stops the clock: evaluation and saving. An idle machine is wanted; the product's speed stands beside, to compare
-machines by.
+Of eagle3_smol from cached features, which are extracted first where they are not there; prompt and answer tokens count
+alike. `data.features=online` lets the target read them on the way. What stops the clock: evaluation and saving. An idle
+machine is wanted; the product's speed stands beside, to compare machines by.
 """
 
 import sys

@@ -87,16 +87,27 @@ def show(run: Run) -> None:
 
 
 def main() -> None:
-    """`python -m runs conf=NAME`: what `python -m train` does, but checkpoints stay, and every loss is said to the last digit."""
-    from train import checkpoint, log
+    """`python -m runs conf=NAME`: what `python -m train` does, but checkpoints stay, every loss is said to the last digit, and
+    every rank says how much of the target it holds.
+    """
+    from torch.distributed.tensor import DTensor
+
+    from train import checkpoint, job, log
 
     checkpoint.forget = lambda out: None
-    step = log.Journal.step
+    opened, step = job.open_target, log.Journal.step
+
+    def weighed(*given: Any) -> Any:
+        target = opened(*given)
+        parts = [part.to_local() if isinstance(part, DTensor) else part for part in target.model.parameters()]
+        print("holds", sum(part.nbytes for part in parts), "bytes")
+        return target
 
     def told(self: log.Journal, done: int, loss: float, *rest: float) -> None:
         self.console.print(f"exactly {done} {loss!r}")
         step(self, done, loss, *rest)
 
+    job.open_target = weighed
     log.Journal.step = told  # type: ignore[method-assign,assignment]
     command("train.job:train")()
 

@@ -4,6 +4,7 @@ import re
 import shutil
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,14 @@ from conf.schema import Kind, Optim
 from decode.engine import generate
 from decode.opening import open_drafter, open_target
 from models.drafter import Budget, FeatureBatch, Plain
+from models.eagle3 import Eagle3
 from models.medusa import Medusa
 from models.shelf import read_card
 from models.tree import chain
 from reference import marked_batch
 from runs import composed, forked, said
 from train import checkpoint, job
-from train.engines import check, engine_for
+from train.engines import check, check_target, engine_for
 from train.optim import accumulated, optimizer_for, rate
 from train.trainee import Trainee, apply
 
@@ -102,6 +104,12 @@ def alone(folder: Path) -> list[float]:
     return losses(ranks(1, folder, "alone", *LONG))
 
 
+@pytest.fixture(scope="module")
+def briefly(folder: Path) -> list[float]:
+    """One rank's losses over 8 steps; its run stays in `folder`/short1."""
+    return losses(ranks(1, folder, "short1", *SHORT))
+
+
 def decodes(out: Path) -> None:
     """The drafter in `out` loads, and what is written with it is the target's own text."""
     target = open_target(composed("target.dtype=fp32").target)
@@ -111,19 +119,57 @@ def decodes(out: Path) -> None:
     assert drafted.generations[0].tokens == plain.generations[0].tokens
 
 
-def test_two_ranks_that_share_their_weights_are_the_run_of_one(folder):
-    one, other = (
-        losses(ranks(count, folder, f"short{count}", *SHORT, *engine))
-        for count, engine in ((1, []), (2, ["engine=fsdp2"]))
-    )
-    assert len(one) == 8
-    assert other == pytest.approx(one, abs=1e-5)
+def test_two_ranks_that_share_their_weights_are_the_run_of_one(folder, briefly):
+    other = losses(ranks(2, folder, "short2", *SHORT, "engine=fsdp2"))
+    assert len(briefly) == 8
+    assert other == pytest.approx(briefly, abs=1e-5)
     near(state(folder / "short1"), state(folder / "short2"))
     decodes(folder / "short2")
     whole = (folder / "short2" / "model.safetensors").read_bytes()
     backward(folder / "short2", 4)
     assert losses(ranks(2, folder, "short2", *SHORT, "engine=fsdp2")) == other[4:]
     assert (folder / "short2" / "model.safetensors").read_bytes() == whole
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ddp", "zero3"))])
+def test_a_target_that_is_shared_out_teaches_as_a_whole_one(kind, folder, briefly):
+    """Each of two ranks holds half of every layer, which are all even, beside embedding, head and last norm."""
+    shared = losses(ranks(2, folder, f"shared-{kind}", *SHORT, f"engine={kind}", "engine.shard_target=true"))
+    assert shared == pytest.approx(briefly, abs=1e-5)
+    near(state(folder / "short1"), state(folder / f"shared-{kind}"))
+    decodes(folder / f"shared-{kind}")
+    layer = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 128 + 2 * 64
+    ends = 2 * 257 * 64 + 64
+    logs = [folder / f"shared-{kind}.{rank}.log" for rank in range(2)]
+    held = [int(re.search(r"holds (\d+) bytes", log.read_text())[1]) for log in logs]
+    assert held == [4 * (ends + layer)] * 2  # of two layers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["zero1", "zero2", "zero3"])
+def test_what_is_kept_in_main_memory_steps_the_same(kind, folder, briefly):
+    words = [*SHORT, f"engine={kind}", "engine.offload=true"]
+    assert losses(ranks(2, folder, f"off-{kind}", *words)) == pytest.approx(briefly, abs=1e-5)
+    near(state(folder / "short1"), state(folder / f"off-{kind}"))
+    whole = (folder / f"off-{kind}" / "model.safetensors").read_bytes()
+    backward(folder / f"off-{kind}", 4)
+    assert losses(ranks(2, folder, f"off-{kind}", *words)) == pytest.approx(briefly[4:], abs=1e-5)
+    assert (folder / f"off-{kind}" / "model.safetensors").read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("count", "words", "message"),
+    [
+        (1, [], "shares the target among processes and there is one; start it with torchrun"),
+        (2, ["data.features=cached"], "each process reads for itself: write the features first"),
+        (2, ["log.prompts=2"], "each process decodes by itself; set log.prompts=0"),
+        (2, ["target.device_map=auto"], "which place the target themselves; choose one"),
+    ],
+)
+def test_a_target_that_cannot_be_shared_out_is_refused(count, words, message):
+    check_target(composed(*words), count)
+    with pytest.raises(ValueError, match=rf"engine\.shard_target=true .*{message}"):
+        check_target(composed("engine.shard_target=true", *words), count)
 
 
 @pytest.mark.slow
@@ -188,6 +234,8 @@ def test_an_engine_that_cannot_run_here_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="engine=zero3 needs deepspeed, which is not installed"):
         check(Kind.zero3, 2)
     check(Kind.fsdp2, 2)
+    with pytest.raises(ValueError, match=r"engine\.offload=true is for engine=zero1, zero2 or zero3, not fsdp2"):
+        check(Kind.fsdp2, 2, offload=True)
 
 
 @pytest.mark.parametrize(
@@ -200,10 +248,10 @@ def test_a_run_that_cannot_be_shared_ends_before_anything_is_made(word, message,
     assert list(tmp_path.iterdir()) == []
 
 
-def talk() -> FeatureBatch:
+def talk(taps: int = 0) -> FeatureBatch:
     """Two conversations for a target of conftest's size."""
     return marked_batch(
-        ["0" * 24, "0" * 20 + "----"], ["." * 6 + "x" * 18, "." * 9 + "x" * 11 + "...."], 272, 32, 0, seed=0
+        ["0" * 24, "0" * 20 + "----"], ["." * 6 + "x" * 18, "." * 9 + "x" * 11 + "...."], 272, 32, taps, seed=0
     )
 
 
@@ -226,14 +274,29 @@ def gradient(trainee: Trainee, batch) -> tuple[float, dict[str, Tensor], int]:
     return loss.item(), {name: p.grad.clone() for name, p in trainee.named_parameters()}, sum(kept.values())
 
 
-def test_forgetting_activations_changes_memory_and_nothing_else(llama):
-    batch = talk()
-    plain, forgetful = (Trainee(medusa(llama.target, head="shared", vocabulary=8)) for _ in range(2))
+def eagle3(target, layers: int) -> Eagle3:
+    torch.manual_seed(0)
+    return Eagle3(target.ends, taps=(1, 2), steps=5, layers=layers, vocabulary=8, window=9)
+
+
+@pytest.mark.parametrize(
+    ("make", "taps", "left"),
+    [
+        (partial(medusa, head="shared", vocabulary=8), 0, 1.0),
+        (partial(eagle3, layers=1), 2, 0.5),
+        (partial(eagle3, layers=3), 2, 0.5),
+    ],
+    ids=["medusa", "eagle3", "eagle3 of 3 layers"],
+)
+def test_forgetting_activations_changes_memory_and_nothing_else(make, taps, left, llama):
+    """Of EAGLE-3 a step's inputs stay: less than half of all."""
+    batch = talk(taps)
+    plain, forgetful = (Trainee(make(llama.target)) for _ in range(2))
     apply(How(checkpointing=True), forgetful.drafter)
     one, other = gradient(plain, batch), gradient(forgetful, batch)
     assert one[0] == other[0]
     assert all(torch.equal(value, other[1][name]) for name, value in one[1].items())
-    assert other[2] < one[2]
+    assert other[2] < left * one[2]
 
 
 @pytest.mark.slow

@@ -15,9 +15,10 @@ from models.shelf import read_card
 from models.tree import chain
 from runs import composed
 from train import checkpoint, job
-from train.alarm import FEWEST, RISE, SUSTAINED, Watch
+from train.alarm import FEWEST, RISE, SUSTAINED, Tidings, Watch
 from train.chat import Example
 from train.judge import Judge, Verdict, interval, prompts_of, taus
+from train.log import Journal
 from train.optim import rate
 
 WORDS = [
@@ -123,6 +124,23 @@ def test_a_gradient_that_rises_and_stays_ends_the_run():
         match=rf"the gradient's norm has been over 100 times its median of 2 for {SUSTAINED} steps, 210 at step 7; lower",
     ):
         watch.see(7, 1.0, 2.1 * RISE)
+
+
+def test_a_step_is_heard_once_the_next_is_under_way_or_when_it_must_be():
+    journal = Journal(composed(), loud=False, done=0, best=None)
+    tidings, sound = Tidings(journal), torch.tensor([1.0, 0.0, 2.0])
+    heard = []
+    for step in (1, 2):
+        tidings.send(step, sound, 9, 0.0, 0.0)
+        heard.append(journal.done)
+    tidings.send(3, torch.tensor([1.0, 1.0, 2.0]), 9, 0.0, 0.0)
+    assert (heard, tidings.stop) == ([0, 1], False)
+    tidings.hear()
+    tidings.hear()
+    assert (journal.done, journal.tokens, tidings.stop) == (3, 27, True)
+    tidings.send(4, torch.tensor([math.nan, 0.0, 2.0]), 9, 0.0, 0.0)
+    with pytest.raises(ValueError, match="the loss is nan at step 4"):
+        tidings.send(5, sound, 9, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(

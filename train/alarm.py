@@ -1,11 +1,21 @@
-"""What ends a run before its last step: a loss that is none, a gradient that rises, a signal."""
+"""What steps come to, and what of it ends a run before its last: a loss that is none, a gradient that rises, a signal."""
 
 import signal
 import statistics
 import threading
+import time
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from models.transfer import fetched
+
+if TYPE_CHECKING:
+    from train.log import Journal
 
 STEPS = 200  # gradients that are remembered
 FEWEST = 20  # of them before any is called too large
@@ -36,6 +46,42 @@ class Watch:
             )
         if not self.high:
             self.norms.append(norm)
+
+
+@dataclass
+class Coming:
+    """A step whose figures are on their way from the device."""
+
+    step: int
+    figures: Callable[[], list[float]]  # loss, ranks that were asked to stop, the gradient's norm
+    tokens: int
+    seconds: float
+    waited: float
+
+
+class Tidings:
+    """Hears what a step came to once the next one is under way, so that the device always has something to do."""
+
+    def __init__(self, journal: "Journal") -> None:
+        self.journal, self.watch = journal, Watch()
+        self.coming: Coming | None = None
+        self.stop = False  # a rank was asked to
+
+    def send(self, step: int, figures: Tensor, tokens: int, began: float, waited: float) -> None:
+        """Step `step` is under way, its `figures` [3] with it; hear of the step before."""
+        figures_here = fetched(figures)
+        self.hear()
+        self.coming = Coming(step, figures_here, tokens, time.perf_counter() - began, waited)
+
+    def hear(self) -> None:
+        """Wait for what is on its way. Raises ValueError where it shows that the run is lost."""
+        if self.coming is None:
+            return
+        heard, self.coming = self.coming, None
+        loss, asked, norm = heard.figures()
+        self.stop = self.stop or asked > 0
+        self.watch.see(heard.step, loss, norm)
+        self.journal.step(heard.step, loss, norm, heard.tokens, heard.seconds, heard.waited)
 
 
 class Stopped(SystemExit):

@@ -7,9 +7,9 @@ which it gives and takes what a checkpoint remembers, so a run may go on under a
 import fcntl
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,15 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object, reduce
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
 
-from conf.schema import Kind, Optim
+from conf.schema import Features, Kind, Optim, Run
 from models.drafter import FeatureBatch, Loss
+from models.target import decoder_layers
+from models.transfer import sent
 from train.optim import optimizer_for
 from train.trainee import Trainee
 
@@ -43,6 +46,25 @@ class Engine:
         self.trainee: Trainee = trainee
         self.module: Any = self.accelerator.prepare(trainee)
         self.optimizer: Any = optimizer_for(trainee.groups(), optim)
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """All ranks in a row."""
+        return init_device_mesh(self.device.type, (self.ranks,))
+
+    def spread(self, target: PreTrainedModel) -> None:
+        """Share the layers of a frozen `target` out among the ranks, from main memory to their devices one by one.
+
+        A pass gathers each layer while it needs it, so every rank must make every pass. Embedding, head and last norm,
+        which a drafter reads as they are, stand whole on each.
+        """
+        target.eval().requires_grad_(False)
+        layers = decoder_layers(target, target.config.get_text_config(decoder=True).num_hidden_layers)
+        others = set(target.parameters()) - set(layers.parameters())
+        for layer in layers:
+            fully_shard(layer, mesh=self.mesh)
+        fully_shard(target.base_model, mesh=self.mesh, ignored_params=others)  # lets the next layer come meanwhile
+        target.to(self.device)
 
     def learn(self, batch: FeatureBatch, counted: Tensor, last: bool) -> Tensor:
         """Add the gradient of `batch`, its loss divided by `counted`, and return that loss.
@@ -88,7 +110,7 @@ class Engine:
 
     def sum(self, value: Tensor) -> Tensor:
         """`value` added up over the ranks."""
-        return reduce(value.to(self.device), "sum")
+        return reduce(sent(value, self.device), "sum")
 
     def gather(self, values: Sequence[Any]) -> list[Any]:
         """The values of all ranks, the first rank's first."""
@@ -158,8 +180,7 @@ class Fsdp2(Engine):
     """Each rank holds its part of every weight, gradient and moment; a step gathers the weights while it needs them."""
 
     def start(self, trainee: Trainee, optim: Optim) -> None:
-        mesh = init_device_mesh(self.device.type, (self.ranks,))
-        self.trainee, self.module = trainee, fully_shard(trainee, mesh=mesh)
+        self.trainee, self.module = trainee, fully_shard(trainee, mesh=self.mesh)
         self.optimizer = optimizer_for(trainee.groups(), optim)
 
     @contextmanager
@@ -199,9 +220,9 @@ class Anchored(nn.Module):
 class Zero(Engine):
     """DeepSpeed's ZeRO: moments (stage 1), gradients (2) and weights (3) are shared out among the ranks."""
 
-    def __init__(self, stage: int):
+    def __init__(self, stage: int, offload: bool = False):
         super().__init__()
-        self.stage = stage
+        self.stage, self.offload = stage, offload
 
     def start(self, trainee: Trainee, optim: Optim) -> None:
         os.environ.setdefault("DS_ACCELERATOR", self.device.type)
@@ -219,8 +240,12 @@ class Zero(Engine):
             "train_micro_batch_size_per_gpu": optim.batch,
             "gradient_accumulation_steps": optim.accumulate,
             "gradient_clipping": optim.clip,
-            "zero_optimization": {"stage": self.stage},
+            "zero_optimization": {
+                "stage": self.stage,
+                **({"offload_optimizer": {"device": "cpu"}} if self.offload else {}),
+            },
             "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,  # its own AdamW is compiled for minutes; torch's does the same
         }
         optimizer = optimizer_for(trainee.groups(), optim)
         self.module, self.optimizer, *_ = deepspeed.initialize(model=anchored, optimizer=optimizer, config=config)
@@ -228,7 +253,7 @@ class Zero(Engine):
     def step(self, rate: float, clip: float) -> Tensor:
         self._set(rate)
         self.module.step()
-        return torch.as_tensor(self.module.get_global_grad_norm())
+        return torch.as_tensor(self.module.get_global_grad_norm(), dtype=torch.float32, device=self.device)
 
     def whole(self) -> AbstractContextManager[Any]:
         if self.stage < 3:
@@ -292,24 +317,23 @@ class Zero(Engine):
         self.module.backward(loss, scale_wrt_gas=False)
 
 
-MAKES: dict[Kind, Callable[[], Engine]] = {
-    Kind.single: Engine,
-    Kind.ddp: Engine,
-    Kind.fsdp2: Fsdp2,
-    Kind.zero1: partial(Zero, 1),
-    Kind.zero2: partial(Zero, 2),
-    Kind.zero3: partial(Zero, 3),
-}
+STAGES = {Kind.zero1: 1, Kind.zero2: 2, Kind.zero3: 3}
 
 
-def engine_for(kind: Kind) -> Engine:
+def engine_for(kind: Kind, offload: bool = False) -> Engine:
     """The engine of this kind, once `check` has found no fault with it."""
-    return Engine() if kind is Kind.auto else MAKES[kind]()
+    if kind in STAGES:
+        return Zero(STAGES[kind], offload)
+    return Fsdp2() if kind is Kind.fsdp2 else Engine()
 
 
-def check(kind: Kind, ranks: int) -> None:
+def check(kind: Kind, ranks: int, offload: bool = False) -> None:
     """Raise ValueError where this kind of engine cannot run here on `ranks` processes."""
-    if kind in (Kind.zero1, Kind.zero2, Kind.zero3) and importlib.util.find_spec("deepspeed") is None:
+    if offload and kind not in STAGES:
+        raise ValueError(
+            f"engine.offload=true is for engine=zero1, zero2 or zero3, not {kind.value}; choose one of them or leave it out"
+        )
+    if kind in STAGES and importlib.util.find_spec("deepspeed") is None:
         raise ValueError(
             f"engine={kind.value} needs deepspeed, which is not installed; pip install deepspeed, or choose engine=ddp or fsdp2"
         )
@@ -319,6 +343,21 @@ def check(kind: Kind, ranks: int) -> None:
         raise ValueError(
             f"engine={kind.value} shares work among processes and there is one; start it with torchrun --nproc_per_node 2 -m train, or choose engine=single"
         )
+
+
+def check_target(run: Run, ranks: int) -> None:
+    """Raise ValueError where the target cannot be shared out among so many ranks, whose every pass must be a pass of all."""
+    why = None
+    if ranks == 1:
+        why = "shares the target among processes and there is one; start it with torchrun --nproc_per_node 2 -m train, or leave it out"
+    elif run.data.features is Features.cached:
+        why = "is for a target that reads while it teaches; with data.features=cached each process reads for itself: write the features first with scripts/extract.py and target.device_map=auto, then leave it out"
+    elif run.log.prompts:
+        why = "does not go with log.prompts, where each process decodes by itself; set log.prompts=0"
+    elif run.target.device_map or run.target.quantization:
+        why = "does not go with target.device_map or target.quantization, which place the target themselves; choose one"
+    if run.engine.shard_target and why:
+        raise ValueError(f"engine.shard_target=true {why}")
 
 
 def whole(value: Tensor) -> Tensor:

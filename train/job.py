@@ -29,7 +29,7 @@ from train.answers import conversations_for
 from train.bodiless import Bodiless
 from train.chat import Example
 from train.data import load_examples, spoken
-from train.engines import Engine, engine_for, put
+from train.engines import Engine, check_target, engine_for, put
 from train.engines import check as check_engine
 from train.features import Live, Reader, Source, laid_out
 from train.judge import Judge, Trial, Verdict, prompts_of
@@ -53,7 +53,7 @@ def train(run: Run) -> None:
         config |= {checkpoint.CONTENT: content(taught, held)}
         if not run.overwrite:
             checkpoint.require_same(out, config)
-        target = target_for(run, taught + held)
+        target = target_for(run, taught + held, engine)
         drafter = taught_by(run, target, known, quiet=not engine.first)
         reader = reader_for(run, target, taught + held, engine)
         source = Source(taught, reader, run.optim.batch, run.seed, room=run.data.packing)
@@ -112,14 +112,14 @@ def taught_by(run: Run, target: Target | Bodiless, known: list[Example], quiet: 
     return drafter
 
 
-def target_for(run: Run, examples: list[Example]) -> Target | Bodiless:
+def target_for(run: Run, examples: list[Example], engine: Engine) -> Target | Bodiless:
     """The target, without its body where features of all `examples` are on disk and nothing is decoded."""
     if run.data.features is Features.cached and not (run.log.prompts or run.target.trust_remote_code):
         alone = Bodiless(run.target)
         alone.tap(instantiate(run.drafter, _partial_=True)(alone.ends).taps)
         if not open_store(run.data.store, alone, examples).missing(examples):
             return alone
-    return open_target(run.target)
+    return open_target(run.target, engine.spread if run.engine.shard_target else None)
 
 
 def trial_of(run: Run, target: Target | Bodiless, drafter: Drafter, held: list[Example]) -> Trial | None:
@@ -218,13 +218,14 @@ def prepare(run: Run, out: Path) -> tuple[Engine, dict[str, Any]]:
     resolve_dtype(run.optim.precision, torch.device("cpu"))
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     kind = run.engine.kind if run.optim.steps else Kind.auto  # where nothing is trained, nothing is shared
-    check_engine(kind, ranks)
+    check_engine(kind, ranks, run.engine.offload)
+    check_target(run, ranks)
     run.optim.accumulate = optim.accumulated(run.optim, ranks)
     config = identity(run, ranks)
     if not run.overwrite:
         checkpoint.require_same(out, config)
     make_folder(out)
-    return engine_for(kind), config
+    return engine_for(kind, run.engine.offload), config
 
 
 def require_parts(run: Run) -> type[Drafter]:

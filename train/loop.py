@@ -7,7 +7,7 @@ from torch import Tensor
 
 from conf.schema import Run
 from models.drafter import Drafter
-from train.alarm import Asked, Stopped, Watch
+from train.alarm import Asked, Stopped, Tidings
 from train.checkpoint import Keeper, Progress, throw
 from train.engines import Engine
 from train.features import Source
@@ -31,7 +31,7 @@ def fit(trainee: Trainee, source: Source, judge: Judge, run: Run, engine: Engine
     engine.recall(tensors)
     throw(dice, engine)
     with Journal(run, engine.first, progress.step, progress.best) as journal, Asked() as asked:
-        watch = Watch()
+        tidings = Tidings(journal)
         while progress.step < optim.steps and not (optim.patience and progress.behind >= optim.patience):
             began, waited = time.perf_counter(), source.waited
             first = progress.step * optim.accumulate
@@ -46,16 +46,20 @@ def fit(trainee: Trainee, source: Source, judge: Judge, run: Run, engine: Engine
                 total += engine.learn(source.features(piece, then), counted, last=micro == len(pieces))
             norm = engine.step(rate(optim, progress.step), optim.clip)
             progress.step += 1
-            loss, stop = engine.sum(torch.stack([total, total.new_tensor(float(asked.stop))])).tolist()
-            watch.see(progress.step, loss, float(norm))
+            sums = engine.sum(torch.stack([total, torch.full_like(total, asked.stop)]))
             tokens = engine.ranks * sum(source.lengths[at] for piece in pieces for at in piece)
-            journal.step(progress.step, loss, float(norm), tokens, time.perf_counter() - began, source.waited - waited)
-            if due(progress.step, run.log.evaluate_every, optim.steps):
+            tidings.send(progress.step, torch.cat([sums, norm[None]]), tokens, began, source.waited - waited)
+            judged, kept = (
+                due(progress.step, every, optim.steps) for every in (run.log.evaluate_every, run.log.save_every)
+            )
+            if judged or kept or tidings.stop:
+                tidings.hear()  # what is judged or kept came to numbers
+            if judged:
                 progress.hear(verdict := judge(trainee, progress.step), engine)
                 journal.verdict(verdict, progress.best)
-            if stop or due(progress.step, run.log.save_every, optim.steps):
+            if kept or tidings.stop:
                 keeper.save(engine, progress)
-            if stop:
+            if tidings.stop:
                 raise Stopped(
                     f"stopped after step {progress.step} of {optim.steps} and saved; the same command goes on"
                 )

@@ -32,6 +32,7 @@ ORDER = (Kind.ddp, Kind.zero1, Kind.zero2, Kind.fsdp2, Kind.zero3)  # the simple
 SLACK = 0.95  # of a device's memory that a run may fill
 PROBE = 3e11  # floating-point operations that a pass of the probe may cost: seconds
 FP32 = 4
+CONTEXT = 0.6e9  # bytes of a CUDA context
 
 
 @dataclass(frozen=True)
@@ -50,22 +51,26 @@ class Sizes:
     trained: int  # parameters
     frozen: int
     target: float  # bytes of the target as it is loaded
+    layers: float  # of them those of its layers, where these are shared out
+    gathered: float  # bytes of those that a pass has whole at a time: the one that computes, and the next
     row: float  # bytes of what the target makes of one token
     batch: float  # tokens that a rank reads at once
     held: float  # tokens held out, whose features stay in memory
     activations: float  # bytes of a forward and backward pass, beyond weights and gradients
     process: float  # bytes of the process before anything loads
+    aside: bool  # moments and the weights that they step are in main memory, whatever the device
 
 
 def plan(run: Run) -> None:
     """The command: print what the run would take, and which engine fits where the chosen one does not."""
     console, machine = Console(), machine_of(run)
+    empty = float(psutil.Process().memory_info().rss) if machine.device.type == "cpu" else CONTEXT
     run.optim.accumulate = accumulated(run.optim, machine.ranks)
     config = config_of(run.target)
     drafter, ends, frozen = outlined(run, config)
     tokens = min(run.data.longest, getattr(config, "max_position_embeddings", run.data.longest))
     probed = probe(run, config, drafter, ends, tokens, machine.device)
-    sizes = sizes_of(run, drafter, ends, frozen, tokens, probed)
+    sizes = sizes_of(run, drafter, ends, frozen, tokens, probed, empty)
     kind = chosen(run, machine)
     console.print(
         f"{run.conf_name}: {sizes.trained:,} parameters are trained, {sizes.frozen:,} of {run.target.name} are frozen"
@@ -104,23 +109,30 @@ def outlined(run: Run, config: PretrainedConfig) -> tuple[Drafter, Ends, int]:
     return drafter, ends, sum(parameter.numel() for parameter in model.parameters())
 
 
-def sizes_of(run: Run, drafter: Drafter, ends: Ends, frozen: int, tokens: int, probed: "Probed | None") -> Sizes:
-    """The sizes of a run whose rows are `tokens` long."""
+def sizes_of(
+    run: Run, drafter: Drafter, ends: Ends, frozen: int, tokens: int, probed: "Probed | None", process: float
+) -> Sizes:
+    """The sizes of a run whose rows are `tokens` long, in a process that takes `process` bytes before anything loads."""
     device = torch.device("cuda" if run.machine or torch.cuda.is_available() else "cpu")
-    item = resolve_dtype(run.target.dtype, device).itemsize
+    dtype = resolve_dtype(run.target.dtype, device)
+    item = dtype.itemsize
     tied = ends.head is ends.embedding
     body = {"4bit": 0.5, "8bit": 1.0}.get(run.target.quantization or "", item)
     alone = run.data.features is Features.cached and not run.log.prompts
     edges = ends.head.numel() * (1 if tied else 2)
     target = edges * item + (0 if alone else (frozen - edges) * body)
-    if not alone and packs(device, resolve_dtype(run.target.dtype, device)):
-        target += ends.head.numel() * item  # a copy of the head, laid out for trees
+    shared = run.engine.shard_target and not alone
+    layers = (frozen - edges) * body if shared else 0.0
+    if not alone and not shared and packs(device, dtype):
+        copies = 2 if dtype == torch.float32 else 1  # laid out for a tree, and in fp32 for a single row
+        target += copies * ((frozen - edges) * body + ends.head.numel() * item)
     batch = run.optim.batch * (run.data.packing or tokens)
     trained = sum(p.numel() for _, group in drafter.groups() for p in group)
     row = (len(drafter.taps) + 1) * ends.width * item
     activations = probed.bytes if probed else estimated(drafter, batch)
-    process = psutil.Process().memory_info().rss if device.type == "cpu" else 0.6e9  # a CUDA context
-    return Sizes(trained, frozen, target, row, batch, run.data.heldout * tokens, activations, process)
+    gathered = 2 * layers / ends.config.num_hidden_layers
+    held = run.data.heldout * tokens
+    return Sizes(trained, frozen, target, layers, gathered, row, batch, held, activations, process, run.engine.offload)
 
 
 def estimated(drafter: Drafter, tokens: float) -> float:
@@ -144,7 +156,7 @@ def parts(sizes: Sizes, kind: Kind, machine: Machine) -> dict[str, float]:
     buckets = weights if kind is Kind.ddp and ranks > 1 else 0
     found = {
         "process": sizes.process,
-        "target": sizes.target,
+        "target": sizes.target - sizes.layers + sizes.layers / ranks + (sizes.gathered if ranks > 1 else 0),
         "drafter": weights + master + (weights / ranks if sharded else 0),
         "gradients": weights + buckets + (weights / ranks if sharded or kind is Kind.zero2 else 0),
         "moments": 2 * weights / (ranks if moments_shared else 1),
@@ -152,6 +164,8 @@ def parts(sizes: Sizes, kind: Kind, machine: Machine) -> dict[str, float]:
         "held-out features": sizes.held * sizes.row,
         "activations": sizes.activations,
     }
+    if sizes.aside and machine.device.type != "cpu":
+        found["drafter"], found["moments"] = found["drafter"] - master, 0.0
     if machine.device.type == "cpu":  # where a GPU's main memory would hold them
         found["best weights"] = weights
         found["activations"] = max(found["activations"], 3 * weights)  # or the copies that a checkpoint writes
@@ -181,10 +195,10 @@ def verdict(sizes: Sizes, kind: Kind, machine: Machine) -> str:
     fitting = [other for other in ORDER if machine.ranks > 1 and sum(parts(sizes, other, machine).values()) <= room]
     if fitting:
         return f"engine={kind.value} does not fit; engine={fitting[0].value} does"
-    if sizes.target > room / 2:
+    if sizes.target > room / 2 and not sizes.layers:
         return (
-            f"no engine fits: each rank holds the target, {sizes.target / 1e9:.1f} GB of {machine.memory / 1e9:.1f}. Let scripts/extract.py "
-            "write its features once (target.device_map=auto spreads it) and train with data.features=cached, or quantize it with target.quantization=4bit"
+            f"no engine fits: each rank holds the target, {sizes.target / 1e9:.1f} GB of {machine.memory / 1e9:.1f}. Share it out with engine.shard_target=true, let "
+            "scripts/extract.py write its features once (target.device_map=auto spreads it) and train with data.features=cached, or quantize it with target.quantization=4bit"
         )
     return "no engine fits; lower optim.batch (with optim.together the step stays the same), data.longest or data.heldout, or set engine.checkpointing=true"
 

@@ -23,6 +23,7 @@ from models.files import write_whole
 from models.shelf import make_folder
 from models.source import Identity, cache_home
 from models.target import Target
+from models.transfer import sent
 from train.chat import Example
 from train.features import Live, Rows, laid_out
 from train.log import tokens_bar
@@ -113,8 +114,9 @@ class Store:
         features, hidden = (
             pad_sequence([torch.cat(one) for one in part], batch_first=True) for part in zip(*found, strict=True)
         )
-        parts = (*laid_out(rows), features, hidden)
-        return FeatureBatch(*(part.to(self.device) for part in parts))
+        ids, mask, document, position = laid_out(rows)
+        ids, position, features, hidden = (sent(part, self.device) for part in (ids, position, features, hidden))
+        return FeatureBatch(ids, mask, document, position, features, hidden)
 
     def _found(self, example: Example) -> tuple[Tensor, Tensor]:
         shard, start, end = self.places[key_of(example)]

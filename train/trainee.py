@@ -43,12 +43,16 @@ def layers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def apply(how: How, drafter: Drafter) -> None:
-    """Compute the drafter's layers again in the backward pass instead of keeping what is inside, and compile them, as asked."""
+    """Compute the drafter's steps or layers again in the backward pass instead of keeping what is inside, and compile its
+    layers, as asked.
+    """
     for layer in layers(drafter):
         if how.compile:
             layer.compile(dynamic=True)
-        if how.checkpointing:
+        if how.checkpointing and not drafter.recomputed:
             layer.forward = forgetting(layer.forward)
+    for name in drafter.recomputed if how.checkpointing else ():
+        setattr(drafter, name, forgetting(getattr(drafter, name)))
 
 
 def forgetting(forward: Any) -> Any:
