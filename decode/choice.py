@@ -5,10 +5,11 @@ Kept in the user's cache with the hardware and settings that it holds for.
 
 import json
 import math
+import operator
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -186,6 +187,41 @@ def recall(conf: str, holds_for: Mapping[str, Any], rows: int, context: int) -> 
                 f"{place} was measured with {name} {known.get(name)}, and here it is {value}: a curve of other hardware or settings decides nothing; {again}"
             )
     return min(choices, key=lambda each: (_apart(each.rows, rows), _apart(each.context, context)))
+
+
+def measured(conf: str, holds_for: Mapping[str, Any]) -> tuple[str, list[Point]]:
+    """The processor, and what everything cost there, if that was tuned for `conf` with what `holds_for` names; else nothing."""
+    try:
+        told = json.loads(place_of(conf).read_text())
+        known = told["holds_for"] if told["version"] == VERSION else {}
+        if any(known.get(name) != value for name, value in json.loads(json.dumps(holds_for)).items()):
+            return "", []
+        return known["processor"], [Point(**{**each, "verify": Cost(**each["verify"])}) for each in told["points"]]
+    except (OSError, json.JSONDecodeError, KeyError, TypeError):
+        return "", []
+
+
+def chain_lengths(points: Sequence[Point], rates: Sequence[float]) -> list[tuple[int, int, int]]:
+    """Runs of batch sizes from first to last, and how long a chain pays most there; 0: plain decoding does.
+
+    `rates` are the acceptance by depth. A batch size that was not measured goes with the next smaller one that was, at the
+    middle of the contexts.
+    """
+    contexts = sorted({point.context for point in points})
+    chosen = sorted(
+        (point for point in points if point.context == contexts[len(contexts) // 2]), key=lambda point: point.rows
+    )
+    runs: list[tuple[int, int, int]] = []
+    for number, point in enumerate(chosen):
+        trials, reached = {PLAINLY: Trial(1.0, [(0, 1)])}, list(accumulate(rates, operator.mul))
+        for depth in range(1, min(len(rates), len(point.draft.get(CHAIN, []))) + 1):
+            trials[Option(CHAIN, depth + 1, depth)] = Trial(1.0 + sum(reached[:depth]), [(depth, depth + 1)])
+        length = choose_at(point, trials).option.depth
+        last = chosen[number + 1].rows - 1 if number + 1 < len(chosen) else point.rows
+        same = runs and runs[-1][2] == length
+        first = runs.pop()[0] if same else runs[-1][1] + 1 if runs else 1
+        runs.append((first, last, length))
+    return runs
 
 
 def _apart(one: int, other: int) -> float:

@@ -18,8 +18,10 @@ from torch import Tensor
 from models.drafter import Drafter
 from models.eagle3 import Eagle3
 from models.ends import Ends
+from models.fused import Fused
 from models.layer import layer_config
 from models.served import Layout, Own, Served, fitted, stored_dtype
+from models.shelf import family_class
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "norm_output", "fc_norm")
 GEOMETRY = (
@@ -33,7 +35,10 @@ GEOMETRY = (
 
 
 class Eagle3Layout(Layout):
-    """What the layouts of EAGLE-3 have in common: one set of tensors, under two names for the layer, and a Llama config."""
+    """What the layouts of EAGLE-3 have in common: one set of tensors, under two names for the layer, and a Llama config.
+
+    P-EAGLE's (models/peagle_files.py) are the same with a learned feature more.
+    """
 
     family = "models.eagle3.Eagle3"
     knobs = frozenset(
@@ -42,21 +47,25 @@ class Eagle3Layout(Layout):
     method: str | None = "eagle3"
     layer = "midlayer."
     maps_all = False  # whether d2t and t2d stand there for a whole vocabulary too
+    ships_embedding = False  # whether the target's embedding stands there, where the drafter reads that
+    trains_embedding = False  # whether an embedding in the file is the drafter's own where the config does not say
 
     def write(self, drafter: Drafter, tensors: dict[str, Tensor], ends: Ends, verifier: str) -> Served:
-        assert isinstance(drafter, Eagle3)
+        assert isinstance(drafter, Fused)
         self.require(drafter, ends)
         names = self._names(drafter)
         out = {names[name]: value for name, value in tensors.items()}
         if self.maps_all and drafter.vocabulary.ids is None:
             out["d2t"] = torch.zeros(ends.vocabulary, dtype=torch.long)
             out["t2d"] = torch.ones(ends.vocabulary, dtype=torch.bool)
+        if self.ships_embedding and drafter.embed_tokens is None:
+            out["embed_tokens.weight"] = ends.embedding
         return Served(self.config(drafter, ends, verifier, stored_dtype(tensors)), out)
 
-    def require(self, drafter: Eagle3, ends: Ends) -> None:
+    def require(self, drafter: Any, ends: Ends) -> None:
         """Raise ValueError for what this layout cannot say."""
 
-    def config(self, drafter: Eagle3, ends: Ends, verifier: str, dtype: str) -> dict[str, Any]:
+    def config(self, drafter: Any, ends: Ends, verifier: str, dtype: str) -> dict[str, Any]:
         """config.json, every flag written out."""
         raise NotImplementedError
 
@@ -83,30 +92,46 @@ class Eagle3Layout(Layout):
             raise ValueError(
                 f"its taps mean hidden states {taps}; they must ascend within 0 to {ends.config.num_hidden_layers}, as vLLM sorts them and fc's columns follow"
             )
-        require_geometry(self.llama(config), ends, notes)
+        require_geometry(self.llama(config), ends, notes, several="layers" in self.knobs)
         size = config.get("draft_vocab_size") or ends.vocabulary
         self._vocabulary(size, tensors, ends, notes)
         knobs: dict[str, Any] = {
             "taps": taps,
             "vocabulary": None if size == ends.vocabulary else size,
-            "fc_norm": flags["fc_norm"],
-            "feedback": "after_norm" if flags["norm_output"] else "before_norm",
             "residual": "after_norm" if flags["norm_before_residual"] else "before_norm",
+            "layers": self.llama(config).get("num_hidden_layers", 1),
+            "embedding": self._embedding(config, tensors, ends),
+            **self.more_knobs(config, flags, ends),
         }
         if (fused := tensors.get("fc.weight")) is not None and fused.shape[-1] != len(taps) * ends.width:
             raise ValueError(
                 f"fc.weight reads {fused.shape[-1] / ends.width:g} hidden states and the config names {len(taps)}: {taps}; correct the one that is wrong"
             )
-        if (embedding := tensors.pop("embed_tokens.weight", None)) is not None:
-            require_targets_embedding(embedding, ends)
-        own = Eagle3(ends, **knobs)
+        own = family_class(self.family, knobs)(ends, **knobs)
         return Own(knobs, taps, fitted(own, tensors, self._names(own)), notes)
 
-    def _names(self, drafter: Eagle3) -> dict[str, str]:
+    def more_knobs(self, config: dict[str, Any], flags: dict[str, bool], ends: Ends) -> dict[str, Any]:
+        """Those that EAGLE-3 alone has."""
+        feedback = "after_norm" if flags["norm_output"] else "before_norm"
+        return {"fc_norm": flags["fc_norm"], "feedback": feedback}
+
+    def _names(self, drafter: Drafter) -> dict[str, str]:
         """Their names of this drafter's tensors, by ours."""
-        return {
-            name: re.sub(r"^midlayer\.", self.layer, name.removeprefix("vocabulary.")) for name in drafter.state_dict()
-        }
+
+        def theirs(name: str) -> str:
+            name = re.sub(r"^midlayer\.", self.layer, name.removeprefix("vocabulary."))
+            return re.sub(r"^above\.(\d+)\.", lambda match: f"layers.{int(match[1]) + 1}.", name)
+
+        return {name: theirs(name) for name in drafter.state_dict()}
+
+    def _embedding(self, config: dict[str, Any], tensors: dict[str, Tensor], ends: Ends) -> str:
+        """Whose embedding it reads; a copy of the target's leaves `tensors`."""
+        own = bool(config.get("embed_requires_grad", self.trains_embedding)) and "embedding" in self.knobs
+        if own and "embed_tokens.weight" in tensors:
+            return "trained"
+        if (embedding := tensors.pop("embed_tokens.weight", None)) is not None:
+            require_targets_embedding(embedding, ends)
+        return "frozen"
 
     def _vocabulary(self, size: int, tensors: dict[str, Tensor], ends: Ends, notes: list[str]) -> None:
         """Check that d2t is there where it must be, make t2d of it where it is not, and drop both where they say nothing."""
@@ -132,56 +157,36 @@ class VllmEagle3(Eagle3Layout):
     """A flat config with vLLM's flags; the layer is called layers.0."""
 
     name = "vllm"
+    knobs = Eagle3Layout.knobs | {"layers", "embedding"}
     layer = "layers.0."
 
     def claims(self, config: dict[str, Any], names: Iterable[str]) -> bool:
-        return "speculators_model_type" not in config and {"fc.weight", "layers.0.hidden_norm.weight"} <= set(names)
+        held = set(names)
+        flat = "speculators_model_type" not in config and "mask_hidden" not in held
+        return flat and {"fc.weight", "layers.0.hidden_norm.weight"} <= held
 
-    def config(self, drafter: Eagle3, ends: Ends, verifier: str, dtype: str) -> dict[str, Any]:
-        return {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            **llama_config(ends, dtype),
-            "draft_vocab_size": drafter.vocabulary.size,
-            "target_hidden_size": ends.width,
-            "eagle_aux_hidden_state_layer_ids": list(drafter.taps),
-            "num_aux_hidden_states": len(drafter.taps),  # without it vLLM takes fc for three
-            **vllm_flags(drafter),
-        }
+    def config(self, drafter: Any, ends: Ends, verifier: str, dtype: str) -> dict[str, Any]:
+        return flat_config(drafter, ends, dtype, vllm_flags(drafter))
 
     def taps(self, config: dict[str, Any], ends: Ends) -> list[int]:
         return [int(tap) for tap in config.get("eagle_aux_hidden_state_layer_ids") or usual_taps(ends)]
 
 
 class SpeculatorsEagle3(VllmEagle3):
-    """The `speculators` library's config around the same tensors; vLLM reads it too."""
+    """The `speculators` library's config around the same tensors; vLLM reads it too.
+
+    The target's embedding is written out: speculators 0.9.0 under transformers 5.19 reads zeros where it is left out, without
+    a word, though it means to take the target's. vLLM shares it with the target, having compared the two.
+    """
 
     name = "speculators"
+    ships_embedding = True
 
     def claims(self, config: dict[str, Any], names: Iterable[str]) -> bool:
         return config.get("speculators_model_type") == "eagle3"
 
-    def config(self, drafter: Eagle3, ends: Ends, verifier: str, dtype: str) -> dict[str, Any]:
-        proposal = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
-        return {
-            "architectures": ["Eagle3DraftModel"],
-            "speculators_model_type": "eagle3",
-            "speculators_version": "0.9.0",
-            "speculators_config": {
-                "algorithm": "eagle3",
-                "default_proposal_method": "greedy",
-                "proposal_methods": [proposal],
-                "verifier": {"name_or_path": verifier, "architectures": list(ends.config.architectures or [])},
-            },
-            "draft_vocab_size": drafter.vocabulary.size,
-            "target_hidden_size": None,
-            "tie_word_embeddings": False,
-            "dtype": dtype,
-            "eagle_aux_hidden_state_layer_ids": list(drafter.taps),
-            **vllm_flags(drafter),
-            "embed_requires_grad": False,
-            # vLLM hands these keys to its model, which otherwise takes fc for three hidden states
-            "transformer_layer_config": {**llama_config(ends, dtype), "num_aux_hidden_states": len(drafter.taps)},
-        }
+    def config(self, drafter: Any, ends: Ends, verifier: str, dtype: str) -> dict[str, Any]:
+        return speculators_config("Eagle3DraftModel", "eagle3", 3, verifier, drafter, ends, dtype, vllm_flags(drafter))
 
     def flags(self, config: dict[str, Any]) -> dict[str, bool]:
         return {**super().flags(config), "norm_before_residual": bool(config.get("norm_before_residual", True))}
@@ -279,6 +284,60 @@ class SafeEagle3(Eagle3Layout):
         return usual_taps(ends)
 
 
+def flat_config(drafter: Fused, ends: Ends, dtype: str, flags: dict[str, bool]) -> dict[str, Any]:
+    """config.json as vLLM reads it where no program's name is in it."""
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **llama_config(ends, dtype, len(drafter.stack)),
+        "draft_vocab_size": drafter.vocabulary.size,
+        "target_hidden_size": ends.width,
+        "eagle_aux_hidden_state_layer_ids": list(drafter.taps),
+        "num_aux_hidden_states": len(drafter.taps),  # without it vLLM takes fc for three
+        **flags,
+        "embed_requires_grad": drafter.embed_tokens is not None,
+    }
+
+
+def speculators_config(
+    architecture: str,
+    kind: str,
+    tokens: int,
+    verifier: str,
+    drafter: Fused,
+    ends: Ends,
+    dtype: str,
+    flags: dict[str, bool],
+) -> dict[str, Any]:
+    """config.json as `speculators` writes it for its class `architecture`."""
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    layer = llama_config(ends, dtype, len(drafter.stack))
+    return {
+        "architectures": [architecture],
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": verifier, "architectures": list(ends.config.architectures or [])},
+        },
+        "draft_vocab_size": drafter.vocabulary.size,
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+        "dtype": dtype,
+        "eagle_aux_hidden_state_layer_ids": list(drafter.taps),
+        **flags,
+        "embed_requires_grad": drafter.embed_tokens is not None,
+        # vLLM hands these keys to its model, which otherwise takes fc for three hidden states
+        "transformer_layer_config": {**layer, "num_aux_hidden_states": len(drafter.taps)},
+    }
+
+
 def vllm_flags(drafter: Eagle3) -> dict[str, bool]:
     """FLAGS in vLLM's meaning."""
     values = (
@@ -296,8 +355,8 @@ def usual_taps(ends: Ends) -> list[int]:
     return [2, depth // 2, depth - 3]
 
 
-def llama_config(ends: Ends, dtype: str) -> dict[str, Any]:
-    """The drafter's layer as a Llama config, its rotary embedding in both spellings; the vocabulary is the target's."""
+def llama_config(ends: Ends, dtype: str, layers: int = 1) -> dict[str, Any]:
+    """The drafter's layers as a Llama config, its rotary embedding in both spellings; the vocabulary is the target's."""
     layer, target = layer_config(ends.config, ends.width), ends.config
     rope = rope_of(layer.to_dict())
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
@@ -305,7 +364,7 @@ def llama_config(ends: Ends, dtype: str) -> dict[str, Any]:
         "model_type": "llama",
         "vocab_size": ends.vocabulary,
         **{key: getattr(layer, key) for key in GEOMETRY},
-        "num_hidden_layers": 1,
+        "num_hidden_layers": layers,
         "hidden_act": "silu",
         "max_position_embeddings": layer.max_position_embeddings,
         "rope_parameters": rope,
@@ -336,8 +395,11 @@ def rope_of(config: dict[str, Any]) -> dict[str, Any]:
     return {**chosen, "rope_theta": float(chosen.get("rope_theta", 10000.0 if theta is None else theta))}
 
 
-def require_geometry(config: dict[str, Any], ends: Ends, notes: list[str]) -> None:
-    """Raise ValueError where a foreign layer is not of the shape that ours takes from the target."""
+def require_geometry(config: dict[str, Any], ends: Ends, notes: list[str], several: bool = False) -> None:
+    """Raise ValueError where a foreign layer is not of the shape that ours takes from the target.
+
+    `several`: there may be more than one.
+    """
     layer = layer_config(ends.config, ends.width)
     if config.get("vocab_size", ends.vocabulary) != ends.vocabulary:
         raise ValueError(
@@ -360,13 +422,13 @@ def require_geometry(config: dict[str, Any], ends: Ends, notes: list[str]) -> No
         for key in sorted(ours.keys() | rope.keys())
         if rope.get(key) != ours.get(key)
     ]
-    if config.get("num_hidden_layers", 1) != 1:
-        apart.append(f"{config['num_hidden_layers']} layers (Outrider's has 1)")
+    if config.get("num_hidden_layers", 1) != 1 and not several:
+        apart.append(f"{config['num_hidden_layers']} layers (in this layout it has 1)")
     if config.get("attention_bias") or config.get("mlp_bias"):
         apart.append("biases (Outrider's has none)")
     if apart:
         raise ValueError(
-            f"the drafter's layer differs from what Outrider's EAGLE-3 takes from this target: {', '.join(apart)}; it cannot be converted for it"
+            f"the drafter's layer differs from what Outrider takes from this target: {', '.join(apart)}; it cannot be converted for it"
         )
     if ("rope_parameters" in config) != ("rope_theta" in config):
         notes.append(
@@ -382,5 +444,5 @@ def require_targets_embedding(embedding: Tensor, ends: Ends) -> None:
     """Raise ValueError where a drafter brings an embedding that is not the target's."""
     if embedding.shape != ends.embedding.shape or not torch.equal(embedding, ends.embedding.to(embedding.dtype)):
         raise ValueError(
-            "embed_tokens.weight is not this target's embedding, which Outrider's EAGLE-3 reads; the drafter belongs to another target or trained its own"
+            "embed_tokens.weight is not this target's embedding, and the config does not say that the drafter trained its own (embed_requires_grad); it belongs to another target"
         )

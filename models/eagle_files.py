@@ -29,10 +29,12 @@ class SafeEagle(Layout):
 
     def write(self, drafter: Drafter, tensors: dict[str, Tensor], ends: Ends, verifier: str) -> Served:
         assert isinstance(drafter, Eagle)
+        require_plain_embeddings(ends)
         config = {"architectures": ["LlamaForCausalLM"], **llama_config(ends, stored_dtype(tensors))}
         return Served({**config, "bias": drafter.fc.bias is not None}, dict(tensors))
 
     def read(self, served: Served, ends: Ends) -> Own:
+        require_plain_embeddings(ends)
         tensors, notes = dict(served.tensors), list[str]()
         require_geometry(served.config, ends, notes)
         if (embedding := tensors.pop("embed_tokens.weight", None)) is not None:
@@ -40,6 +42,14 @@ class SafeEagle(Layout):
         knobs = {"fc_bias": bool(served.config.get("bias", True))}
         own = Eagle(ends, **knobs)
         return Own(knobs, [], fitted(own, tensors, {name: name for name in own.state_dict()}), notes)
+
+
+def require_plain_embeddings(ends: Ends) -> None:
+    """Raise ValueError where the target scales its embeddings, as Gemma does: no norm stands before fc to undo it."""
+    if ends.embedding_scale != 1:
+        raise ValueError(
+            f"this target reads its embeddings times {ends.embedding_scale:g}, and servers give EAGLE-1 those that are stored; use EAGLE-3, which norms them"
+        )
 
 
 class VllmEagle(SafeEagle):

@@ -3,6 +3,7 @@
 from models.eagle3_files import SafeEagle3, SglangEagle3, SpeculatorsEagle3, VllmEagle3
 from models.eagle_files import SafeEagle, VllmEagle
 from models.medusa_files import FasterMedusa, VllmMedusa
+from models.peagle_files import SpeculatorsPEagle, VllmPEagle
 from models.served import Layout, Served
 
 LAYOUTS: tuple[Layout, ...] = (
@@ -12,6 +13,8 @@ LAYOUTS: tuple[Layout, ...] = (
     VllmEagle3(),
     SglangEagle3(),
     SafeEagle3(),
+    SpeculatorsPEagle(),
+    VllmPEagle(),
     VllmEagle(),
     SafeEagle(),
 )
@@ -21,7 +24,9 @@ def layout_for(name: str, family: str) -> Layout:
     """The layout called `name` for drafters of `family`."""
     known = {layout.name: layout for layout in LAYOUTS if layout.family == family}
     if name not in known:
-        has = f"it has {', '.join(sorted(known))}" if known else "no program known here serves this family"
+        served = ", ".join(sorted({layout.family.rpartition(".")[2] for layout in LAYOUTS}))
+        nobody = f"no server known here reads this family: decode with Outrider, or train one that is read ({served})"
+        has = f"it has {', '.join(sorted(known))}" if known else nobody
         raise ValueError(f"{family} has no layout {name!r}; {has}")
     return known[name]
 

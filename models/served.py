@@ -8,7 +8,7 @@ V vocabulary, D width.
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ class Layout:
     file = "model.safetensors"
     knobs: frozenset[str]  # those it can say, and those that only training asks; any other must have its default
     method: str | None = None  # vLLM's name of what it does with them; None: it does not read this layout
+    told: ClassVar[dict[str, Any]] = {}  # what else vLLM is told
 
     def require_said(self, knobs: dict[str, Any]) -> None:
         """Raise ValueError where a drafter of `knobs` is something that this layout has no word for."""

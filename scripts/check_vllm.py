@@ -1,7 +1,8 @@
 """What our decoder writes and counts in chain mode, for scripts/check_vllm.sh to compare with vLLM's.
 
-`python scripts/check_vllm.py conf=NAME check=FOLDER`: exports the drafter into FOLDER in every layout of its that vLLM reads,
-decodes the prompts, and leaves expected.json there. `--compare FOLDER` then lays what vLLM left beside it.
+`python scripts/check_vllm.py conf=NAME`: exports the drafter in every layout of its that vLLM reads, decodes the prompts, and
+leaves expected.json beside them. A draft model, which needs no export, is served as it is, or written out where it is the
+target's own first layers. `--compare FOLDER` then lays what vLLM left beside it.
 """
 
 import json
@@ -10,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoModelForCausalLM
+
 from conf import command
 from conf.schema import Run
 from decode.engine import Generation, generate
@@ -17,7 +20,8 @@ from decode.opening import open_drafter, open_target, open_tokenizer, served_fol
 from decode.prompts import choose
 from models.drafter import Budget, Plain
 from models.layouts import LAYOUTS
-from models.shelf import read_card
+from models.shelf import Card, read_card, untrained
+from models.source import from_hub
 from models.tree import chain
 from train.export import export, guesses, trained
 
@@ -28,11 +32,10 @@ COUNTERS = ("drafts", "drafted", "accepted", "per_position")
 
 def expect(run: Run) -> None:
     """Export, decode, and write down the texts and the counters. CHECK_VLLM names the folder, CHECK_PROMPTS how many a set."""
-    home, card = Path(os.environ["CHECK_VLLM"]), read_card(trained(run))
-    for layout in LAYOUTS:
-        if layout.family == card.family and layout.method and (layout.name in os.environ["CHECK_LAYOUTS"].split(",")):
-            run.layout, run.out = layout.name, str(home / layout.name)
-            export(run)
+    home, card = Path(os.environ["CHECK_VLLM"]), untrained(run.drafter)
+    folder = None if card else trained(run)
+    card = card or read_card(trained(run))
+    served = exported(run, card, home) if folder else {"vllm": draft_model(run, home / "vllm")}
     depth = run.decode.depth = guesses(card)
     prompts = chosen(run, int(os.environ["CHECK_PROMPTS"]))
     run.target.dtype = "fp32"
@@ -41,13 +44,14 @@ def expect(run: Run) -> None:
     assert target.model.generation_config is not None
     target.model.generation_config.eos_token_id = None
     plain = [one.tokens for one in generate(target, Plain(), prompts, TOKENS, Budget(nodes=1), rows=ROWS).generations]
-    drafter = open_drafter(trained(run), card, target)
+    drafter = open_drafter(folder, card, target)
     # decoded further than the limit, so that the round which passes it counts whole
     drafted = generate(
         target, drafter, prompts, TOKENS + depth, Budget(tuple(chain(depth)), depth + 1, depth), rows=ROWS
     )
     found = {
         "target": str(served_folder(run.target)),
+        "served": {layout: {**told, "num_speculative_tokens": depth} for layout, told in served.items()},
         "depth": depth,
         "tokens": TOKENS,
         "prompts": prompts,
@@ -56,6 +60,28 @@ def expect(run: Run) -> None:
         "counters": counted(drafted.generations, depth),
     }
     (home / "expected.json").write_text(json.dumps(found))
+
+
+def exported(run: Run, card: Card, home: Path) -> dict[str, dict[str, Any]]:
+    """Every layout that CHECK_LAYOUTS names and vLLM reads, written below `home`, with what vLLM is told."""
+    served = {}
+    for layout in LAYOUTS:
+        if layout.family == card.family and layout.method and layout.name in os.environ["CHECK_LAYOUTS"].split(","):
+            run.layout, run.out = layout.name, str(home / layout.name)
+            served[layout.name] = {"method": layout.method, "model": str(export(run)), **layout.told}
+    if not served:
+        raise ValueError(f"{card.family} has none of LAYOUTS={os.environ['CHECK_LAYOUTS']} that vLLM reads")
+    return served
+
+
+def draft_model(run: Run, out: Path) -> dict[str, Any]:
+    """What vLLM is told of a draft model: where it is, or, of the target's first layers, where they were written out."""
+    knobs = run.drafter
+    if knobs["name"]:
+        return {"method": "draft_model", "model": str(from_hub(knobs["name"], knobs["revision"], kind="draft model"))}
+    first = AutoModelForCausalLM.from_pretrained(served_folder(run.target), num_hidden_layers=knobs["layers"])
+    first.save_pretrained(out)
+    return {"method": "draft_model", "model": str(out)}
 
 
 def chosen(run: Run, count: int) -> list[list[int]]:

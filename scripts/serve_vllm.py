@@ -8,7 +8,6 @@ from typing import Any
 LOADER = {
     "enable_weights_track": False
 }  # else vLLM 0.32.0 refuses the token_map that its own Medusa makes a parameter of
-METHODS = {"MedusaModel": "medusa", "LlamaForCausalLM": "eagle"}
 
 
 def serve(home: Path, layout: str) -> None:
@@ -17,12 +16,6 @@ def serve(home: Path, layout: str) -> None:
     from vllm import LLM, SamplingParams
 
     asked = json.loads((home / "expected.json").read_text())
-    config = json.loads((home / layout / "config.json").read_text())
-    told = {
-        "model": str(home / layout),
-        "method": METHODS.get(config["architectures"][0], "eagle3"),
-        "num_speculative_tokens": asked["depth"],
-    }
     llm = LLM(
         model=asked["target"],
         dtype="float32",
@@ -32,7 +25,7 @@ def serve(home: Path, layout: str) -> None:
         max_num_batched_tokens=1024,
         enable_prefix_caching=False,
         disable_log_stats=False,
-        speculative_config=told,
+        speculative_config=asked["served"][layout],
         model_loader_extra_config=LOADER,
     )
     how = SamplingParams(temperature=0.0, max_tokens=asked["tokens"], ignore_eos=True)

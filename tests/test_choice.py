@@ -14,6 +14,7 @@ from decode.choice import (
     Option,
     Point,
     Trial,
+    chain_lengths,
     choose_at,
     keep,
     options,
@@ -38,6 +39,26 @@ def test_a_smaller_tree_accepts_the_part_of_each_path_that_lies_in_it():
     assert trial(STEPS, Option(STATIC, 6, 1)).tau == 1 + (1 + 0 + 1 + 1) / 4
     assert trial(STEPS, Option(STATIC, 6, 3)).shapes == [(3, 6)] * 4
     assert trial([], PLAINLY) == trial(STEPS, PLAINLY) == Trial(1.0, [(0, 1)])
+
+
+def test_chains_are_as_long_as_pays_most_at_each_batch_size():
+    rates, draft, wide = [0.8, 0.7, 0.6], {CHAIN: [5.0, 10.0, 15.0]}, Cost([1, 4], [100.0, 900.0])
+    costs = {1: [100.0, 103.0], 2: [100.0, 104.0], 8: [100.0, 175.0], 16: [100.0, 600.0]}
+    points = [Point(rows, 512, Cost([1, 4], ms), draft, 2.0) for rows, ms in costs.items()]
+    points += [Point(rows, context, wide, draft, 2.0) for rows in costs for context in (64, 4096)]
+
+    def best(batch: int) -> int:
+        first, last = costs[max(rows for rows in costs if rows <= batch)]
+        tau, paid = 1.0, [1 / (first + 2)]
+        for depth in range(1, len(rates) + 1):
+            tau += math.prod(rates[:depth])
+            paid.append(tau / (first + depth * (last - first) / 3 + 5 * depth + 2))
+        return paid.index(max(paid))
+
+    runs = chain_lengths(points, rates)
+    assert [length for first, last, length in runs for _ in range(first, last + 1)] == [best(n) for n in range(1, 17)]
+    assert [length for *_, length in runs] == [3, 2, 0]
+    assert runs[0][0] == 1
 
 
 def odds(*guesses: tuple[int, float]) -> tuple[tuple[int, float], ...]:

@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 
 import hub as stand_in
 from conf.schema import Run
+from decode.choice import Point, keep, place_of
+from decode.cost import Cost
 from decode.engine import Generation, Step
 from decode.opening import target_folder
 from models.ends import Ends
@@ -112,6 +114,10 @@ def test_an_existing_folder_a_foreign_layout_and_another_target_are_refused_befo
         ((f"trained={tmp_path}", "layout=vllm", f"out={tmp_path}/x"), "holds no drafter.yaml"),
         ((medusa, "layout=vllm", f"out={tmp_path}/x", "target.random.num_hidden_layers=3"), "was trained for tiny"),
         (("layout=vllm", f"out={tmp_path}/x"), "there is no trained drafter of tiny"),
+        (
+            ("drafter=ngram", "layout=vllm", f"out={tmp_path}/x"),
+            "a Ngram is never trained, so there is nothing to export",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             export(run_of(*wrong))
@@ -122,8 +128,39 @@ def test_chains_are_as_long_as_guesses_are_reached_often_enough():
     rates = lambda *greedy: Card("", {}, {}, [], acceptance={"greedy": list(greedy)})  # noqa: E731
     assert guesses(rates(0.5, 0.4, 0.3, 0.9)) == 4
     assert guesses(rates(0.5, 0.4, 0.2, 0.9)) == 2
-    assert guesses(rates(0.01)) == 1
+    for family, rate, depth in (("eagle.Eagle", 0.5, 3), ("eagle.Eagle", 0.3, 2), ("eagle.Eagle", 0.01, 1)):
+        assert guesses(Card(f"models.{family}", {}, {}, [], acceptance={"greedy": [rate]})) == depth
+    assert guesses(Card("models.medusa.Medusa", {"heads": 1}, {}, [], acceptance={"greedy": [0.5]})) == 1
     assert guesses(Card("", {}, {}, [])) == 3
+
+
+def test_what_passes_cost_on_this_machine_says_how_much_vllm_guesses_at_each_batch_size(drafters, tmp_path):
+    card = read_card(drafters / "medusa")
+    here = {
+        "processor": "some machine",
+        "target": "tiny",
+        "drafter": {"family": card.family, "knobs": card.knobs, "training": card.training},
+    }
+    cheap, dear = Cost([1, 4], [100.0, 103.0]), Cost([1, 4], [100.0, 400.0])
+    points = [Point(rows, 64, dear if rows == 8 else cheap, {"chain": [1.0, 2.0]}, 1.0) for rows in (1, 2, 8)]
+
+    def settings(name: str, holds_for: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        keep("tiny", holds_for, points, [])
+        out = exported(drafters, "medusa", "vllm", tmp_path / name)
+        return json.loads((out / "serve.json").read_text())["vllm"], (out / "serve.md").read_text()
+
+    try:
+        told, recipe = settings("here", here)
+        assert told["num_speculative_tokens_per_batch_size"] == [[1, 7, 2], [8, 8, 0]]
+        assert told["num_speculative_tokens"] == 2
+        assert "measured (some machine)" in recipe
+        told, recipe = settings("another", {**here, "target": "another"})
+        assert "num_speculative_tokens_per_batch_size" not in told
+        assert "decode.tune" not in recipe
+        place_of("tiny").write_text("{")
+        assert exported(drafters, "medusa", "vllm", tmp_path / "damaged")
+    finally:
+        place_of("tiny").unlink()
 
 
 def test_the_check_against_vllm_counts_every_round_that_began_before_the_limit_and_the_last_one_whole():

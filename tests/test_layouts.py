@@ -39,6 +39,7 @@ CONFIG = LlamaConfig(
     architectures=["LlamaForCausalLM"],
 )
 MEDUSA, EAGLE, EAGLE3 = "models.medusa.Medusa", "models.eagle.Eagle", "models.eagle3.Eagle3"
+PEAGLE = "models.peagle.PEagle"
 
 
 @functools.cache
@@ -86,6 +87,10 @@ def round_trip(layout: Layout, drafter: Drafter, tensors: dict[str, Tensor], kno
 
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+EMBEDDINGS = st.sampled_from(["frozen", "trained"])
+TAPS = st.lists(st.integers(0, DEPTH), min_size=1, max_size=4, unique=True).map(sorted) | st.just(
+    [2, DEPTH // 2, DEPTH - 3]
+)
 
 
 @settings(max_examples=6, deadline=None)
@@ -112,24 +117,31 @@ def test_medusa_comes_back_from_every_layout_to_the_same_bytes(heads, layers, he
 
 @settings(max_examples=6, deadline=None)
 @given(
-    taps=st.lists(st.integers(0, DEPTH), min_size=1, max_size=4, unique=True).map(sorted)
-    | st.just([2, DEPTH // 2, DEPTH - 3]),
+    taps=TAPS,
     vocabulary=st.none() | st.integers(1, V - 1),
     fc_norm=st.booleans(),
     feedback=st.sampled_from(["before_norm", "after_norm"]),
     residual=st.sampled_from(["before_norm", "after_norm"]),
+    layers=st.integers(1, 3),
+    embedding=EMBEDDINGS,
     dtype=DTYPES,
     seed=st.integers(0, 99),
 )
 def test_eagle3_comes_back_from_every_layout_to_the_same_bytes(
-    taps, vocabulary, fc_norm, feedback, residual, dtype, seed
+    taps, vocabulary, fc_norm, feedback, residual, layers, embedding, dtype, seed
 ):
     knobs = {"taps": taps, "vocabulary": vocabulary, "fc_norm": fc_norm, "feedback": feedback, "residual": residual}
+    more = {"layers": layers, "embedding": embedding}
+    for name in ("vllm", "speculators"):
+        round_trip(layout_for(name, EAGLE3), *made(EAGLE3, seed, dtype, **knobs, **more), {**knobs, **more})
+    for name in ("sglang", "eagle"):
+        told = [f"{key}={more[key]}" for key, usual in (("embedding", "frozen"), ("layers", 1)) if more[key] != usual]
+        if told:
+            with pytest.raises(ValueError, match=f"layout={name} has no word for {', '.join(told)};"):
+                layout_for(name, EAGLE3).require_said(more)
     drafter, tensors = made(EAGLE3, seed, dtype, **knobs)
     before = feedback == residual == "before_norm"
     says = {
-        "vllm": True,
-        "speculators": True,
         "sglang": before and len(taps) == 3 and taps[0] > 0,
         "eagle": before and not fc_norm and taps == [2, DEPTH // 2, DEPTH - 3],
     }
@@ -142,9 +154,49 @@ def test_eagle3_comes_back_from_every_layout_to_the_same_bytes(
                 written(layout, drafter, tensors)
 
 
-@pytest.mark.parametrize("fc_bias", [True, False])
-def test_eagle_comes_back_from_both_layouts_to_the_same_bytes(fc_bias):
-    drafter, tensors = made(EAGLE, fc_bias=fc_bias)
+@settings(max_examples=6, deadline=None)
+@given(
+    taps=TAPS,
+    vocabulary=st.none() | st.integers(1, V - 1),
+    residual=st.sampled_from(["before_norm", "after_norm"]),
+    layers=st.integers(1, 3),
+    embedding=EMBEDDINGS,
+    mask_token=st.none() | st.integers(0, V - 2),
+    depths=st.integers(1, 9),
+    dtype=DTYPES,
+    seed=st.integers(0, 99),
+)
+def test_peagle_comes_back_from_every_layout_to_the_same_bytes(mask_token, depths, dtype, seed, **knobs):
+    drafter, tensors = made(PEAGLE, seed, dtype, mask_token=mask_token, depths=depths, **knobs)
+    masked = {} if mask_token is None else {"mask_token": mask_token}
+    round_trip(layout_for("vllm", PEAGLE), drafter, tensors, {**knobs, **masked})
+    round_trip(layout_for("speculators", PEAGLE), drafter, tensors, {**knobs, **masked, "depths": depths})
+
+
+def test_a_p_eagle_that_does_not_fit_is_refused_with_what_is_wrong():
+    small = {"vocabulary": 12, "taps": [2, 4, 6], "layers": 2}
+    assert "the config has no mask_token_id" in broken(
+        lambda files: files.config.pop("mask_token_id"), "vllm", PEAGLE, **small
+    )
+    assert "fc_norm: this drafter norms every tap" in broken(
+        lambda files: files.config.update(fc_norm=True), "speculators", PEAGLE, **small
+    )
+    assert "mask_hidden is missing" in broken(
+        lambda files: files.tensors.pop("mask_hidden"), "speculators", PEAGLE, **small
+    )
+
+
+def test_speculators_is_given_the_targets_embedding_and_vllms_own_layout_is_not():
+    for family in (EAGLE3, PEAGLE):
+        shipped = served("speculators", family, **{"vocabulary": 12, "taps": [2, 4, 6]}).tensors["embed_tokens.weight"]
+        assert torch.equal(shipped, ends().embedding)
+        assert "embed_tokens.weight" not in served("vllm", family, **{"vocabulary": 12, "taps": [2, 4, 6]}).tensors
+
+
+@settings(max_examples=6, deadline=None)
+@given(fc_bias=st.booleans(), dtype=DTYPES, seed=st.integers(0, 99))
+def test_eagle_comes_back_from_both_layouts_to_the_same_bytes(fc_bias, dtype, seed):
+    drafter, tensors = made(EAGLE, seed, dtype, fc_bias=fc_bias)
     round_trip(layout_for("eagle", EAGLE), drafter, tensors, {"fc_bias": fc_bias})
     if not fc_bias:
         return round_trip(layout_for("vllm", EAGLE), drafter, tensors, {"fc_bias": False})
@@ -283,7 +335,7 @@ BROKEN_EAGLE3 = {
     ],
     "vocab_size is 12 and the target has 40": lambda files: files.config.update(vocab_size=12),
     "norm_before_fc": lambda files: files.config.update(norm_before_fc=True),
-    "2 layers": lambda files: files.config.update(num_hidden_layers=2),
+    "layers.1.mlp.down_proj.weight is missing": lambda files: files.config.update(num_hidden_layers=2),
     "norm.weight is empty": lambda files: files.tensors.update({"norm.weight": torch.empty(0, D)}),
     "norm.weight holds NaN or infinity": lambda files: files.tensors["norm.weight"].mul_(torch.nan),
     "embed_tokens.weight is not this target's embedding": lambda files: files.tensors.update(
@@ -375,8 +427,11 @@ def test_a_missing_t2d_is_made_from_d2t():
 def test_a_layout_that_the_family_does_not_have_is_refused():
     with pytest.raises(ValueError, match="Medusa has no layout 'sglang'; it has medusa, vllm"):
         layout_for("sglang", MEDUSA)
-    with pytest.raises(ValueError, match="no program known here serves this family"):
-        layout_for("vllm", "models.ngram.Ngram")
+    for family in ("models.hydra.Hydra", "models.table.Table"):
+        with pytest.raises(
+            ValueError, match=r"no server known here reads this family: .*\(Eagle, Eagle3, Medusa, PEagle\)"
+        ):
+            layout_for("vllm", family)
     with pytest.raises(ValueError, match="there is no layout 'tgi'; use eagle, medusa, sglang, speculators, vllm"):
         recognised(served("vllm", EAGLE3, **SMALL), "tgi")
     with pytest.raises(ValueError, match="this is no known layout of a drafter: it holds a"):
@@ -392,6 +447,16 @@ def test_a_knob_that_a_layout_has_no_word_for_is_refused_unless_it_is_as_usual()
         ValueError, match=r"layout=vllm has no word for fc_norm=True, residual=after_norm; train without"
     ):
         Curt().require_said({"taps": [1, 2], "fc_norm": True, "residual": "after_norm"})
+
+
+def test_embeddings_that_the_target_scales_have_no_place_in_eagle_1s_layouts():
+    scaled = Ends(ends().embedding, ends().head, None, CONFIG)
+    scaled.embedding_scale = 4.0
+    for name in ("eagle", "vllm"):
+        with pytest.raises(ValueError, match=r"embeddings times 4, .* use EAGLE-3"):
+            layout_for(name, EAGLE).write(*made(EAGLE, fc_bias=False), scaled, "")
+        with pytest.raises(ValueError, match=r"embeddings times 4"):
+            layout_for(name, EAGLE).read(served(name, EAGLE, fc_bias=False), scaled)
 
 
 def test_a_bias_on_the_targets_head_has_no_place_in_vllms_shared_medusa():

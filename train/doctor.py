@@ -5,8 +5,9 @@ and replays; the one that mends the acceptance is named.
 """
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,24 +20,28 @@ from torch import Tensor
 from conf.schema import Run
 from decode.opening import open_target
 from models.layer import layer_config
+from models.served import Served
+from models.shelf import CARD, Card, read_card
 from models.source import fetched
 from models.target import Target
-from train.convert import read_files
+from train.convert import read_files, read_tensors
 from train.data import load_examples
 from train.export import RECORD, template_digest
 from train.replay import Patient, Text, hits
 from train.sources import rows_of
 
 CONVERSATIONS, LONGEST = 8, 256  # that are replayed: the last of the data, which training held out
-MENDED = 1.1  # how much more a suspicion must accept to be named
+MENDED = 1.1  # how much more a suspicion must accept to be named, where it does not bring back half of what was lost
 LOST = 0.9  # of the recorded acceptance: less is ill, where it is not chance
 SIGMAS = 4  # how far chance goes, in standard deviations of a share of the replayed positions
 ZEROS = 0.02  # share of a matrix that may be zero: more is underflow
 LAYER = (
     *(f"self_attn.{part}_proj" for part in "qkvo"),
     *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
-    *("input_layernorm", "hidden_norm", "post_attention_layernorm"),
+    "post_attention_layernorm",
 )
+MASKS = ("mask_token_id", "pard_token", "ptd_token_id")  # vLLM's names of P-EAGLE's mask token
+FAMILIES = ("models.medusa.Medusa", "models.eagle.Eagle", "models.eagle3.Eagle3", "models.peagle.PEagle")
 FLAGS = ("norm_before_residual", "norm_output", "fc_norm")
 
 
@@ -75,19 +80,22 @@ def examine(run: Run) -> None:
 
 def chart_of(run: Run, folder: Path) -> Chart:
     """All findings: those of the files alone come first, and where there are such, nothing is replayed."""
+    own = (folder / CARD).exists()
+    card = readable(read_card(folder)) if own else None
     try:
-        served = read_files(folder, run.allow_pickle)
+        served = Served({}, read_tensors(folder, False)) if own else read_files(folder, run.allow_pickle)
     except ValueError as error:
         return Chart([Finding("files", str(error))])
     target = open_target(run.target)
-    record = read_record(folder)
+    record = asdict(card) if card else read_record(folder)
     chart = Chart(recorded=(record.get("acceptance") or {}).get("greedy") or [])
+    config, tensors = own_config(card, target) if card else served.config, renamed(served.tensors)
     chart.findings = [
         *strangers(folder, record, target),
-        *underflows(served.tensors),
-        *vocabulary_faults(served.config, served.tensors, target),
+        *underflows(tensors),
+        *vocabulary_faults(tensors, target),
     ]
-    patient = admitted(served.config, served.tensors, target)
+    patient = admitted(config, tensors, target)
     if isinstance(patient, Finding):
         chart.findings.append(patient)
     if chart.findings or isinstance(patient, Finding):
@@ -95,7 +103,7 @@ def chart_of(run: Run, folder: Path) -> Chart:
     texts = read_texts(run, record, target, patient)
     counts = hits(patient, texts)
     chart.measured, chart.seen = rates(counts), counts[1].tolist()
-    chart.findings = [*complaints(chart, patient, texts, served.tensors, target)]
+    chart.findings = [*complaints(chart, patient, texts, tensors, target)]
     return chart
 
 
@@ -110,7 +118,50 @@ def rates(counts: Tensor) -> list[float]:
     return (counts[0] / counts[1].clamp(min=1)).tolist()
 
 
+def readable(card: Card) -> Card:
+    """The card, of a drafter that Outrider saved and no one exported, where the doctor can replay it."""
+    if card.family not in FAMILIES:
+        raise ValueError(f"the doctor replays {', '.join(FAMILIES)}, and this is a {card.family}; measure it instead")
+    if card.adapter:
+        raise ValueError("it holds an adapter alone; export it, which adds it to its drafter, and examine the export")
+    odd = [
+        f"{knob}={card.knobs[knob]}"
+        for knob in ("window", "stretch", "width")
+        if card.knobs.get(knob) not in (None, 1.0)
+    ]
+    if odd:
+        raise ValueError(f"the doctor replays no drafter with {', '.join(odd)}; measure it instead")
+    return card
+
+
+def own_config(card: Card, target: Target) -> dict[str, Any]:
+    """What a card of ours says, in vLLM's words; what it does not say is the target's."""
+    knobs, mask = card.knobs, card.knobs.get("mask_token")
+    return {
+        **layer_config(target.config, target.identity.width).to_dict(),
+        "num_hidden_layers": knobs.get("layers", 1),
+        "eagle_aux_hidden_state_layer_ids": card.taps,
+        "norm_before_residual": knobs.get("residual") == "after_norm",
+        "norm_output": knobs.get("feedback") == "after_norm",
+        "fc_norm": knobs.get("fc_norm", False),
+        "mask_token_id": target.identity.vocabulary - 1 if mask is None else mask,
+    }
+
+
 # --- the files --------------------------------------------------------------------------------------------------------
+
+
+def renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors by vLLM's names, whoever named them."""
+
+    def theirs(name: str) -> str:
+        name = re.sub(r"^(medusa_heads?|vocabulary)\.", "", name)
+        name = re.sub(r"^(?:blocks\.)?(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name)
+        name = re.sub(r"^(\d+)\.\d+\.weight$", r"lm_heads.\1.weight", name)
+        name = re.sub(r"^above\.(\d+)", lambda match: f"layers.{int(match[1]) + 1}", name)
+        return re.sub(r"^midlayer\.", "layers.0.", name)
+
+    return {theirs(name): value for name, value in tensors.items()}
 
 
 def strangers(folder: Path, record: dict[str, Any], target: Target) -> Iterator[Finding]:
@@ -146,7 +197,7 @@ def underflows(tensors: dict[str, Tensor]) -> Iterator[Finding]:
             )
 
 
-def vocabulary_faults(config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> Iterator[Finding]:
+def vocabulary_faults(tensors: dict[str, Tensor], target: Target) -> Iterator[Finding]:
     """What is wrong with d2t, by the rules of those who read it: ascending offsets, as many as t2d marks."""
     whole, head = target.identity.vocabulary, tensors.get("lm_head.weight")
     if "token_map" in tensors or head is None or len(head) == whole:
@@ -174,67 +225,84 @@ def vocabulary_faults(config: dict[str, Any], tensors: dict[str, Tensor], target
 
 def admitted(config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> Patient | Finding:
     """The patient that the files describe, or why none can be made of them."""
-    held = {
-        name.replace("midlayer.", "layers.0."): value.float() if value.is_floating_point() else value
-        for name, value in tensors.items()
-    }
-    heads = {name.split(".")[1] for name in held if name.startswith("blocks.")}
-    if heads:
-        lacking = [] if {"lm_head.weight", "lm_heads.0.weight"} & held.keys() else ["lm_head.weight"]
-    else:
-        lacking = sorted(
-            {"fc.weight", "norm.weight", "lm_head.weight", *(f"layers.0.{part}.weight" for part in LAYER)} - held.keys()
-        )
-    if lacking:
-        return Finding("tensors", f"{', '.join(lacking)} missing")
-    return Patient(held, held.get("token_map"), len(heads)) if heads else eagle3_patient(config, held, target)
-
-
-def eagle3_patient(config: dict[str, Any], held: dict[str, Tensor], target: Target) -> Patient | Finding:
-    """EAGLE-3 as vLLM reads its config, speculators' or a flat one; SGLang's numbers where only they stand there."""
+    held = {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
     layer = config.get("transformer_layer_config") or config
+    layers = layer.get("num_hidden_layers", 1)
+    heads = len({name.split(".")[1] for name in held if name.startswith("blocks.")})
+    plain = not heads and not {"layers.0.hidden_norm.weight", "norm.weight", "lm_head.weight"} & held.keys()
+    ids = held["d2t"] + torch.arange(len(held["d2t"])) if "d2t" in held else held.get("token_map")
+    if plain or (heads and config.get("model_type") != "medusa"):  # else vLLM's, which brings what it reads
+        held = {**borrowed(ids, target), **held}
+    if lacking := lacking_in(held, heads, 0 if heads else layers, plain):
+        return Finding("tensors", f"{', '.join(lacking)} missing")
+    if heads:
+        return Patient(held, ids, heads)
+    width = layer.get("head_dim") or layer["hidden_size"] // layer["num_attention_heads"]
+    if held["layers.0.self_attn.q_proj.weight"].shape[0] != layer["num_attention_heads"] * width:
+        return Finding(
+            "head_dim",
+            f"q_proj has {held['layers.0.self_attn.q_proj.weight'].shape[0]} rows and the config means {layer['num_attention_heads']} heads of {width}",
+        )
+    rope = layer.get("rope_parameters") or {
+        **(layer.get("rope_scaling") or {}),
+        "rope_theta": layer.get("rope_theta", 10000.0),
+    }
+    eps = layer.get("rms_norm_eps", 1e-5)
+    found = Patient(held, ids, 3, layers, rope={"rope_type": "default", **rope}, eps=eps, width=width)
+    return found if plain else eagle3_patient(found, config, layer, target)
+
+
+def borrowed(ids: Tensor | None, target: Target) -> dict[str, Tensor]:
+    """The target's head, for a drafter that brings none."""
+    head, bias = target.ends.head.float().cpu(), target.ends.bias
+    found = {"lm_head.weight": head if ids is None else head[ids]}
+    return found if bias is None else {**found, "lm_head.bias": (bias if ids is None else bias[ids]).float().cpu()}
+
+
+def lacking_in(held: dict[str, Tensor], heads: int, layers: int, plain: bool) -> list[str]:
+    """The tensors without which nothing can be replayed."""
+    if heads:
+        return [] if {"lm_head.weight", "lm_heads.0.weight"} & held.keys() else ["lm_head.weight"]
+    first = () if plain else ("input_layernorm", "hidden_norm")
+    wanted = {"fc.weight", *(() if plain else ("norm.weight", "lm_head.weight"))}
+    for number in range(layers):
+        parts = (*LAYER, *(("input_layernorm",) if number else first))
+        wanted |= {f"layers.{number}.{part}.weight" for part in parts}
+    return sorted(wanted - held.keys())
+
+
+def eagle3_patient(found: Patient, config: dict[str, Any], layer: dict[str, Any], target: Target) -> Patient | Finding:
+    """EAGLE-3 as vLLM reads its config, speculators' or a flat one; SGLang's numbers where only they stand there."""
+    held = found.tensors
     listed, nested = (
         config.get("eagle_aux_hidden_state_layer_ids"),
         (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids"),
     )
     deep = len(target.layers)
     taps = tuple(listed or [layer_id + 1 for layer_id in nested or (1, deep // 2 - 1, deep - 4)])
-    width = layer.get("head_dim") or layer["hidden_size"] // layer["num_attention_heads"]
     if held["fc.weight"].shape != (layer["hidden_size"], len(taps) * target.identity.width):
         return Finding(
             "fc",
             f"fc.weight has shape {list(held['fc.weight'].shape)} and the config names {len(taps)} taps of width {target.identity.width}",
         )
-    if held["layers.0.self_attn.q_proj.weight"].shape[0] != layer["num_attention_heads"] * width:
-        return Finding(
-            "head_dim",
-            f"q_proj has {held['layers.0.self_attn.q_proj.weight'].shape[0]} rows and the config means {layer['num_attention_heads']} heads of {width}",
-        )
     if not all(0 <= tap <= deep for tap in taps) or list(taps) != sorted(set(taps)):
         return Finding("taps", f"taps {list(taps)} must ascend within 0 to {deep}")
-    rope = layer.get("rope_parameters") or {
-        **(layer.get("rope_scaling") or {}),
-        "rope_theta": layer.get("rope_theta", 10000.0),
-    }
-    flags = {
-        flag: bool(config.get(flag, flag == "norm_before_residual" and "speculators_model_type" in config))
-        for flag in FLAGS
-    }
+    usual = config.get("speculators_model_type") == "eagle3"  # vLLM's default of norm_before_residual there
+    flags: dict[str, Any] = {flag: bool(config.get(flag, flag == "norm_before_residual" and usual)) for flag in FLAGS}
     if flags["fc_norm"] and "fc_norm.0.weight" not in held:
         return Finding("fc_norm", "the config says fc_norm and the file holds no such norms")
-    ids = held["d2t"] + torch.arange(len(held["d2t"])) if "d2t" in held else None
-    return Patient(
-        held,
-        ids,
-        3,
-        taps,
-        (),
-        {"rope_type": "default", **rope},
-        layer.get("rms_norm_eps", 1e-5),
-        width,
-        norm_before_fc=bool(config.get("norm_before_fc")),
-        **flags,
-    )
+    mask = next((config[name] for name in MASKS if config.get(name) is not None), None)
+    if "mask_hidden" in held and mask is None:
+        return Finding("mask token", f"the config names none ({MASKS[0]}), and vLLM does not start without")
+    embedded = embedding_of(held, target)(torch.tensor([mask]))[0] if "mask_hidden" in held else None
+    return replace(found, taps=taps, mask=embedded, norm_before_fc=bool(config.get("norm_before_fc")), **flags)
+
+
+def embedding_of(held: Mapping[str, Tensor], target: Target) -> Callable[[Tensor], Tensor]:
+    """What makes embeddings of token ids: the drafter's own, where it brings one, or the target's."""
+    if "embed_tokens.weight" in held:
+        return lambda ids: held["embed_tokens.weight"][ids]
+    return lambda ids: target.ends.embed(ids.to(target.device)).float().cpu()
 
 
 # --- the replay -------------------------------------------------------------------------------------------------------
@@ -258,11 +326,7 @@ def read_texts(run: Run, record: dict[str, Any], target: Target, patient: Patien
             if near
             else {}
         )
-        embedded = (
-            patient.tensors["embed_tokens.weight"][ids]
-            if "embed_tokens.weight" in patient.tensors
-            else target.ends.embed(ids.to(target.device)).float().cpu()
-        )
+        embedded = embedding_of(patient.tensors, target)(ids)
         texts.append(Text(ids, mask, states, batch.last_hidden[0].float().cpu().clone(), embedded.clone()))
     return texts
 
@@ -277,15 +341,18 @@ def complaints(
     chart: Chart, patient: Patient, texts: list[Text], tensors: dict[str, Tensor], target: Target
 ) -> Iterator[Finding]:
     """What the replay shows: the suspicion that mends it most, or that none does."""
-    base, known = sum(chart.measured), chart.recorded[: len(chart.measured)]
+    known = chart.recorded[: len(chart.measured)]
+    graded = len(known) or patient.depth
+    base = sum(chart.measured[:graded])
     triples = zip(chart.measured, known, chart.seen, strict=False)
     fallen = [depth for depth, triple in enumerate(triples, start=1) if lost(*triple)]
     if known and not fallen:
         return
-    tried = [(sum(rates(hits(other, theirs))), name) for name, other, theirs in suspicions(patient, texts, target)]
+    every = suspicions(patient, texts, target)
+    tried = [(sum(rates(hits(other, theirs))[:graded]), name) for name, other, theirs in every]
     most, best = max(tried, default=(0.0, ""))
-    if most > MENDED * base + 0.05:
-        accepted = f"{most / patient.depth:.1%} of its guesses instead of {base / patient.depth:.1%}"
+    if most > MENDED * base + 0.05 or (fallen and most > (base + sum(known)) / 2):
+        accepted = f"{most / graded:.1%} of its guesses instead of {base / graded:.1%}"
         yield Finding(best, f"with this changed it accepts {accepted}: {ADVICE[best]}")
     elif strange := foreign_head(patient, tensors, target):
         yield Finding("head", strange)
@@ -303,7 +370,7 @@ ADVICE = {
     "norm_before_residual": "the flag is flipped",
     "norm_output": "the flag is flipped, or stands there in SpecForge's meaning",
     "fc_norm": "the flag is flipped",
-    "fc columns": "the parts of fc belong to the taps in another order; servers take them ascending",
+    "fc columns": "the parts of fc are in another order; servers take taps ascending, and EAGLE-1's embedding before its state",
     "rope": "its rotary settings are not the target's; write rope_theta and rope_parameters",
     "embedding": "its embed_tokens are another target's; leave them out",
 }
@@ -312,8 +379,22 @@ ADVICE = {
 def suspicions(patient: Patient, texts: list[Text], target: Target) -> Iterator[tuple[str, Patient, list[Text]]]:
     """Patients with one thing changed, and the texts to replay: what is often wrong, by its name."""
     yield from (("labels", replace(patient, shift=shift), texts) for shift in (-1, 1))
-    if not patient.taps:
+    if not patient.layers:
         return
+    for order in [*permutations(range(len(patient.taps) or 2))][1:]:
+        yield "fc columns", replace(patient, order=order), texts
+    rope = layer_config(target.config, target.identity.width).rope_parameters
+    if dict(patient.rope or {}) != dict(rope or {}):
+        yield "rope", replace(patient, rope=rope), texts
+    if "embed_tokens.weight" in patient.tensors:
+        theirs = embedding_of({}, target)
+        yield "embedding", patient, [replace(text, embedded=theirs(text.ids)) for text in texts]
+    if patient.taps:
+        yield from tapped(patient, texts)
+
+
+def tapped(patient: Patient, texts: list[Text]) -> Iterator[tuple[str, Patient, list[Text]]]:
+    """What is often wrong with those that read taps."""
     for step in (-1, 1):
         taps = tuple(tap + step for tap in patient.taps)
         if all(tap in texts[0].states for tap in taps):
@@ -322,14 +403,6 @@ def suspicions(patient: Patient, texts: list[Text], target: Target) -> Iterator[
     yield "norm_output", replace(patient, norm_output=not patient.norm_output), texts
     if "fc_norm.0.weight" in patient.tensors:
         yield "fc_norm", replace(patient, fc_norm=not patient.fc_norm), texts
-    for order in [*permutations(range(len(patient.taps)))][1:]:
-        yield "fc columns", replace(patient, order=order), texts
-    rope = layer_config(target.config, target.identity.width).rope_parameters
-    if dict(patient.rope or {}) != dict(rope or {}):
-        yield "rope", replace(patient, rope=rope), texts
-    if "embed_tokens.weight" in patient.tensors:
-        own = [replace(text, embedded=target.ends.embed(text.ids.to(target.device)).float().cpu()) for text in texts]
-        yield "embedding", patient, own
 
 
 def foreign_head(patient: Patient, tensors: dict[str, Tensor], target: Target) -> str:

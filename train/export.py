@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import torch
 
 from conf.schema import Run
 from conf.schema import Target as TargetConf
-from decode.opening import identity_of, open_tokenizer, served_folder, trained_by
+from decode.choice import Point, chain_lengths, measured
+from decode.opening import called, identity_of, open_tokenizer, served_folder, trained_by
 from models.ends import Ends
 from models.layouts import layout_for
 from models.served import Layout, Served
@@ -19,18 +21,21 @@ from models.shelf import (
     WEIGHTS,
     Card,
     card_text,
+    family_class,
     load_drafter,
     packed,
     read_card,
     read_tensors,
     replace_folder,
     require_target,
+    untrained,
 )
 from models.source import from_hub
 
 RECORD = (
     "outrider.yaml"  # the drafter's card in an export: what it drafts for, and what it accepted when it was trained
 )
+UNMEASURED = 3  # depths of a chain where training measured one of a drafter that may go on
 RARE = 0.05  # a guess that is reached less often than this is not worth a token of the target's pass
 
 
@@ -49,7 +54,9 @@ def export(run: Run) -> Path:
     require_target(card, source, identity_of(run.target))
     served = layout.write(*opened_drafter(source, card, folder), verifier(run.target, folder))
     template = template_digest(open_tokenizer(run.target).chat_template)
-    write(served, layout, source, card, verifier(run.target, folder), template, out)
+    drafter = {"family": card.family, "knobs": card.knobs, "training": card.training}
+    curve = measured(run.conf_name, {"target": called(run.target), "drafter": drafter})
+    write(served, layout, source, card, verifier(run.target, folder), template, curve, out)
     print(f"the drafter of {source} is in {out}, as {layout.name} reads it; {out / 'serve.md'} says how to serve it")
     return out
 
@@ -58,6 +65,10 @@ def trained(run: Run) -> Path:
     """The folder of the trained drafter: the one `trained` names, else what the experiment left in outputs/, else the shipped one."""
     if run.trained:
         return from_hub(run.trained, kind="drafter")
+    if run.drafter and (card := untrained(run.drafter)):
+        raise ValueError(
+            f"a {card.family.rpartition('.')[2]} is never trained, so there is nothing to export; vLLM has methods of its own, ngram and draft_model"
+        )
     if (Path(run.out) / CARD).exists():
         return Path(run.out)
     if found := trained_by(run.conf_name, Path("outputs", run.conf_name)):
@@ -94,7 +105,16 @@ def opened_drafter(source: Path, card: Card, folder: Path) -> tuple[Any, dict[st
     return drafter, read_tensors(source / WEIGHTS), ends
 
 
-def write(served: Served, layout: Layout, source: Path, card: Card, target: str, template: str, out: Path) -> None:
+def write(
+    served: Served,
+    layout: Layout,
+    source: Path,
+    card: Card,
+    target: str,
+    template: str,
+    curve: tuple[str, list[Point]],
+    out: Path,
+) -> None:
     """All files beside their folder, which then gets its name; the same drafter gives the same bytes."""
     beside = out.with_name(f".{out.name}.part")
     beside.mkdir(parents=True)
@@ -104,7 +124,7 @@ def write(served: Served, layout: Layout, source: Path, card: Card, target: str,
     if card.adapter:
         record = card_text(replace(card, adapter={}))
     (beside / RECORD).write_text(record)
-    settings = {"chat_template": template, **engine_settings(layout, card)}
+    settings = {"chat_template": template, **engine_settings(layout, card, *curve)}
     (beside / "serve.json").write_text(json.dumps(settings, indent=2) + "\n")
     (beside / "serve.md").write_text(recipe(layout, card, settings, target))
     replace_folder(beside, out)
@@ -116,8 +136,13 @@ def template_digest(template: Any) -> str:
 
 
 def guesses(card: Card) -> int:
-    """How many tokens a chain should guess: as deep as the product of the measured rates stays above RARE."""
+    """How many tokens a chain should guess: as deep as the product of the measured rates stays above RARE.
+
+    EAGLE-1 is taught one depth and goes on below it: the next ones, which nobody measured, are taken to be like it.
+    """
     rates, reached = card.acceptance.get("greedy") or [1.0, 1.0, 1.0], 1.0
+    if len(rates) == 1 and family_class(card.family, card.knobs).reach(card.knobs) is None:
+        rates = rates * UNMEASURED
     for depth, rate in enumerate(rates):
         reached *= rate
         if reached < RARE:
@@ -125,15 +150,22 @@ def guesses(card: Card) -> int:
     return len(rates)
 
 
-def engine_settings(layout: Layout, card: Card) -> dict[str, Any]:
-    """What the servers are told, those that read this layout."""
+def engine_settings(layout: Layout, card: Card, processor: str = "", points: Sequence[Point] = ()) -> dict[str, Any]:
+    """What the servers are told, those that read this layout; by batch size, where what passes cost was measured."""
     depth = guesses(card)
     told: dict[str, Any] = {
         "num_speculative_tokens": depth,
         "expected_acceptance_by_depth": card.acceptance.get("greedy"),
     }
     if layout.method:
-        told["vllm"] = {"method": layout.method, "num_speculative_tokens": depth}
+        told["vllm"] = {"method": layout.method, "num_speculative_tokens": depth, **layout.told}
+        if points and card.acceptance.get("greedy"):
+            runs = chain_lengths(points, card.acceptance["greedy"])
+            told["vllm"] |= {
+                "num_speculative_tokens": max(1, *(length for *_, length in runs)),
+                "num_speculative_tokens_per_batch_size": [list(run) for run in runs],
+            }
+            told["costs_measured_on"] = processor
         if layout.method == "medusa" and card.knobs.get("vocabulary"):
             told["vllm_loader"] = {"enable_weights_track": False}  # see models/medusa_files.py
     if layout.name == "sglang":
@@ -156,6 +188,11 @@ def recipe(layout: Layout, card: Card, settings: dict[str, Any], target: str) ->
             f" --model-loader-extra-config '{json.dumps(settings['vllm_loader'])}'" if "vllm_loader" in settings else ""
         )
         lines += ["", "```bash", f"vllm serve {target} --speculative-config '{told}'{loader}", "```"]
+        if "costs_measured_on" in settings:
+            lines += [
+                "",
+                f"How many tokens are guessed at each batch size is what would pay most on the machine where `decode.tune` measured ({settings['costs_measured_on']}); measure on the one that serves, and export again. Where 0 stands, nothing pays.",
+            ]
     if "sglang" in settings:
         flags = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in settings["sglang"].items())
         lines += [

@@ -3,7 +3,7 @@
 T positions, K depths, L taps, D width, H heads, G key-value heads, C head width, Vd draft vocabulary.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +28,13 @@ class Text:
 class Patient:
     """What decides a guess. A suspicion is a patient with one thing changed."""
 
-    tensors: Mapping[str, Tensor]  # the layer's by vLLM's names
+    tensors: Mapping[str, Tensor]  # by vLLM's names
     ids: Tensor | None  # [Vd] the target's ids of the draft tokens; None where they are the target's own
     depth: int
-    taps: tuple[int, ...] = ()
-    order: tuple[int, ...] = ()  # which part of fc belongs to which tap
+    layers: int = 0  # decoder layers; Medusa has none
+    taps: tuple[int, ...] = ()  # none: EAGLE-1, which reads the last hidden state
+    order: tuple[int, ...] = ()  # which part of fc belongs to which tap; EAGLE-1: to embedding and state
+    mask: Tensor | None = None  # [D] P-EAGLE's mask token, embedded
     rope: Mapping[str, Any] | None = None
     eps: float = 1e-5
     width: int = 0  # of a head
@@ -47,7 +49,7 @@ def hits(patient: Patient, texts: list[Text]) -> Tensor:
     """[2, K] how often the first pick at each depth was what the target said, and how often it could have been."""
     total = torch.zeros(2, patient.depth)
     for text in texts:
-        guess = medusa if not patient.taps else eagle3
+        guess = eagle if patient.layers else medusa
         for depth, picks in enumerate(guess(patient, text)):
             where = answered(text.mask, depth)
             said = text.ids.roll(-(2 + depth + patient.shift))
@@ -79,32 +81,59 @@ def medusa(patient: Patient, text: Text) -> Iterator[Tensor]:
         yield said(patient, state @ matrix.T)
 
 
-def eagle3(patient: Patient, text: Text) -> Iterator[Tensor]:
-    """[T] what the layer picks after every position at each step, each step reading the true token and its own last state."""
-    held, time = patient.tensors, torch.arange(len(text.ids))
-    state, keys, values = fused(patient, text), list[Tensor](), list[Tensor]()
+def eagle(patient: Patient, text: Text) -> Iterator[Tensor]:
+    """[T] what the layers pick after every position at each step.
+
+    A step reads the true token and its own last state, P-EAGLE's later ones the mask token and its learned feature.
+    """
+    held = patient.tensors
+    state = fused(patient, [text.states[tap] for tap in patient.taps]) if patient.taps else text.last
+    seen: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in range(patient.layers)]
     for step in range(patient.depth):
-        normed = rms(state, held["layers.0.hidden_norm.weight"], patient.eps)
         token = text.embedded.roll(-(1 + step), 0)
-        pair = torch.cat([rms(token, held["layers.0.input_layernorm.weight"], patient.eps), normed], dim=-1)
-        query, key, value = (
-            heads_of(patient, pair @ held[f"layers.0.self_attn.{part}_proj.weight"].T) for part in "qkv"
-        )
-        keys.append(turned(patient, key, time + step))
-        values.append(value)
-        mixed = attended(turned(patient, query, time + step), keys, values) @ held["layers.0.self_attn.o_proj.weight"].T
-        state = (normed if patient.norm_before_residual else state) + mixed
-        inner = rms(state, held["layers.0.post_attention_layernorm.weight"], patient.eps)
-        gate, up, down = (held[f"layers.0.mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
-        state = state + (torch.nn.functional.silu(inner @ gate.T) * (inner @ up.T)) @ down.T
-        final = rms(state, held["norm.weight"], patient.eps)
-        yield said(patient, final @ held["lm_head.weight"].T)
+        if step and patient.mask is not None:
+            token = patient.mask.expand_as(token)
+            state = fused(patient, held["mask_hidden"].flatten().chunk(len(patient.taps))).expand_as(state)
+        pair, base = entering(patient, token, state)
+        for number, (keys, values) in enumerate(seen):
+            if number:
+                pair, base = rms(state, held[f"layers.{number}.input_layernorm.weight"], patient.eps), state
+            state = through(patient, number, (pair, base), keys, values)
+        final = rms(state, held["norm.weight"], patient.eps) if "norm.weight" in held else state
+        yield said(patient, final @ held["lm_head.weight"].T + held.get("lm_head.bias", torch.zeros(())))
         state = final if patient.norm_output else state
 
 
-def fused(patient: Patient, text: Text) -> Tensor:
-    """[T, D] one feature of the taps."""
-    taps = [text.states[tap] for tap in patient.taps]
+def entering(patient: Patient, token: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """What the first layer's attention reads of `token` and `state` [T, D], and what its output is added to."""
+    held = patient.tensors
+    if not patient.taps:
+        parts = [token, state]
+        joined = torch.cat([parts[place] for place in patient.order or (0, 1)], dim=-1)
+        both = joined @ held["fc.weight"].T + held.get("fc.bias", torch.zeros(()))
+        return both, both
+    normed = rms(state, held["layers.0.hidden_norm.weight"], patient.eps)
+    pair = torch.cat([rms(token, held["layers.0.input_layernorm.weight"], patient.eps), normed], dim=-1)
+    return pair, normed if patient.norm_before_residual else state
+
+
+def through(
+    patient: Patient, number: int, entering: tuple[Tensor, Tensor], keys: list[Tensor], values: list[Tensor]
+) -> Tensor:
+    """[T, D] what layer `number` makes of a step, whose keys and values join those of the steps before."""
+    pair, base = entering
+    held, name, time = patient.tensors, f"layers.{number}", torch.arange(len(pair)) + len(keys)
+    query, key, value = (heads_of(patient, pair @ held[f"{name}.self_attn.{part}_proj.weight"].T) for part in "qkv")
+    keys.append(turned(patient, key, time))
+    values.append(value)
+    state = base + attended(turned(patient, query, time), keys, values) @ held[f"{name}.self_attn.o_proj.weight"].T
+    inner = rms(state, held[f"{name}.post_attention_layernorm.weight"], patient.eps)
+    gate, up, down = (held[f"{name}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
+    return state + (torch.nn.functional.silu(inner @ gate.T) * (inner @ up.T)) @ down.T
+
+
+def fused(patient: Patient, taps: Sequence[Tensor]) -> Tensor:
+    """[..., D] one feature of the taps."""
     if patient.fc_norm:
         taps = [rms(tap, patient.tensors[f"fc_norm.{place}.weight"], patient.eps) for place, tap in enumerate(taps)]
     taps = [taps[place] for place in patient.order or range(len(taps))]

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Real vLLM, on the CPU, as the endpoint of regeneration: shipped prompts answered by it and in process, greedily in fp32, must have
+# the same token ids. The first time it makes an environment of vLLM's own.
+#   PROMPTS=20 bash scripts/check_regenerate.sh target=smol regenerate.tokens=48
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-.venv/bin/python}
+source scripts/vllm_environment.sh
+home=$(mktemp -d)
+trap 'rm -rf "$home"' EXIT
+export PYTHONPATH="$PWD:$PWD/scripts${PYTHONPATH:+:$PYTHONPATH}"
+CHECK_REGENERATE=$home CHECK_PROMPTS=${PROMPTS:-20} CHECK_SERVER=$theirs/bin/python "$python" scripts/check_regenerate.py "$@"
