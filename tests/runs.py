@@ -97,8 +97,8 @@ def main() -> None:
     checkpoint.forget = lambda out: None
     opened, step = job.open_target, log.Journal.step
 
-    def weighed(*given: Any) -> Any:
-        target = opened(*given)
+    def weighed(*given: Any, **how: Any) -> Any:
+        target = opened(*given, **how)
         parts = [part.to_local() if isinstance(part, DTensor) else part for part in target.model.parameters()]
         print("holds", sum(part.nbytes for part in parts), "bytes")
         return target

@@ -80,6 +80,7 @@ def sizes(**changes: float) -> Sizes:
         "activations": 50,
         "process": 7,
         "aside": False,
+        "multiplied": 0,
     }
     return Sizes(**{**given, **changes})
 
