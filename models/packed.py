@@ -17,6 +17,7 @@ from torch import Tensor, nn
 ROWS = 8  # the number of rows the packed layout is chosen for: a small tree
 STEP = 4  # images as wide as a multiple of it read a weight in one layout
 USUAL = range(STEP, 65, STEP)  # widths for which that must be so
+MOST = 512  # rows; wider images are slower than the kernel of linear layers, at 1,200 three times
 LARGE = 1 << 20  # weights; in smaller matrices a convolution's own costs outweigh what it saves
 
 
@@ -36,8 +37,9 @@ class PackedLinear(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         count = states.numel() // self.width
-        short = -count % STEP if self.image else 0
-        if self.single is not None and (count <= 1 or (self.image and not fits(self.width, count + short))):
+        short = -count % STEP
+        odd = self.image and (count > MOST or not fits(self.width, count + short))
+        if self.single is not None and (count <= 1 or odd):
             return nn.functional.linear(states, self.single, self.bias)
         if not self.image:
             return torch.ops.mkldnn._linear_pointwise(states, self.packed, self.bias, "none", [], "")
