@@ -4,9 +4,5 @@
 #   PROMPTS=20 bash scripts/check_regenerate.sh target=smol regenerate.tokens=48
 set -euo pipefail
 cd "$(dirname "$0")/.."
-python=${PYTHON:-.venv/bin/python}
 source scripts/vllm_environment.sh
-home=$(mktemp -d)
-trap 'rm -rf "$home"' EXIT
-export PYTHONPATH="$PWD:$PWD/scripts${PYTHONPATH:+:$PYTHONPATH}"
 CHECK_REGENERATE=$home CHECK_PROMPTS=${PROMPTS:-20} CHECK_SERVER=$theirs/bin/python "$python" scripts/check_regenerate.py "$@"

@@ -5,20 +5,9 @@
 #   bash scripts/check_speculators.sh conf=eagle31_smol       # more of the command line goes to the export
 set -euo pipefail
 cd "$(dirname "$0")/.."
-python=${PYTHON:-.venv/bin/python}
-cache=${OUTRIDER_CACHE:-$HOME/.cache/outrider}
-theirs=$cache/speculators
-if [ ! -e "$theirs/.installed" ]; then
-    echo "installing speculators into $theirs (minutes, once) ..."
-    rm -rf "$theirs"
-    python3.11 -m venv "$theirs"
-    "$theirs/bin/pip" install --quiet --disable-pip-version-check -c <(echo "torch==2.13.0+cpu") speculators==0.9.0
-    "$theirs/bin/pip" uninstall --quiet --yes torchvision torchaudio  # built for another torch: the import would fail
-    touch "$theirs/.installed"
-fi
-home=$(mktemp -d)
-trap 'rm -rf "$home"' EXIT
-export PYTHONPATH="$PWD:$PWD/scripts${PYTHONPATH:+:$PYTHONPATH}" CHECK_SPECULATORS=$home
+source scripts/other_program.sh
+environment speculators speculators==0.9.0 torchvision torchaudio
+export CHECK_SPECULATORS=$home
 "$python" scripts/check_speculators.py "$@"
 (cd "$home" && env -u PYTHONPATH HF_HUB_OFFLINE=1 "$theirs/bin/python" "$OLDPWD/scripts/ask_speculators.py" "$home")
 "$python" scripts/check_speculators.py --compare "$home"

@@ -7,12 +7,8 @@
 #   bash scripts/check_vllm.sh conf=draft_model_smol                  # no export: the target's first layers, written out
 set -euo pipefail
 cd "$(dirname "$0")/.."
-python=${PYTHON:-.venv/bin/python}
 source scripts/vllm_environment.sh
-home=$(mktemp -d)
-trap 'rm -rf "$home"' EXIT
-export PYTHONPATH="$PWD:$PWD/scripts${PYTHONPATH:+:$PYTHONPATH}" CHECK_VLLM=$home
-export CHECK_LAYOUTS=${LAYOUTS:-vllm} CHECK_PROMPTS=${PROMPTS:-20}
+export CHECK_VLLM=$home CHECK_LAYOUTS=${LAYOUTS:-vllm} CHECK_PROMPTS=${PROMPTS:-20}
 "$python" scripts/check_vllm.py "$@"
 export VLLM_ENABLE_V1_MULTIPROCESSING=0
 for layout in ${CHECK_LAYOUTS//,/ }; do
