@@ -30,10 +30,14 @@ from models.worn import Worn, ends_changed, merged_folder, put_on, require_fit, 
 
 def target_folder(conf: TargetConf) -> Path:
     """The local folder of the target's weights, fetched or made where need be; those of an adapter are in them where it is merged."""
-    base, worn = base_folder(conf), worn_by(conf)
+    return _folder(conf, worn_by(conf))
+
+
+def _folder(conf: TargetConf, worn: Worn | None) -> Path:
+    base = base_folder(conf)
     if worn is None or not conf.merge:
         return base
-    return merged_folder(base, identity_of(conf), worn, conf.trust_remote_code)
+    return merged_folder(base, _identity(conf, worn), worn, conf.trust_remote_code)
 
 
 def served_folder(conf: TargetConf) -> Path:
@@ -61,7 +65,11 @@ def called(conf: TargetConf) -> str:
 
 def identity_of(conf: TargetConf) -> Identity:
     """Which target the run has, its adapter included, without its weights."""
-    base, worn = identify(base_folder(conf), conf.name, conf.trust_remote_code), worn_by(conf)
+    return _identity(conf, worn_by(conf))
+
+
+def _identity(conf: TargetConf, worn: Worn | None) -> Identity:
+    base = identify(base_folder(conf), conf.name, conf.trust_remote_code)
     return base if worn is None else wearing(base, worn)
 
 
@@ -122,10 +130,11 @@ def open_target(
         how["attn_implementation"] = conf.attention
     if conf.quantization:
         how["quantization_config"] = _quantized(conf.quantization)
-    identity, worn = identity_of(conf), worn_by(conf)
+    worn = worn_by(conf)
     if worn is not None and not conf.merge:
         how["change"] = partial(put_on, worn=worn)
-    return load_target(target_folder(conf), conf.name, conf.dtype, conf.device, identity, spread, hasten=hasten, **how)
+    folder, identity = _folder(conf, worn), _identity(conf, worn)
+    return load_target(folder, conf.name, conf.dtype, conf.device, identity, spread, hasten=hasten, **how)
 
 
 def _quantized(bits: str) -> Any:

@@ -17,7 +17,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from conf.schema import Features, Kind, Run
 from decode.opening import config_of, worn_by
@@ -25,6 +25,7 @@ from models.drafter import Drafter, FeatureBatch
 from models.ends import Ends
 from models.packed import packs
 from models.target import resolve_dtype
+from models.worn import skeleton
 from train.joint import outline
 from train.optim import accumulated
 from train.trainee import Trainee, apply
@@ -105,8 +106,8 @@ def chosen(run: Run, machine: Machine) -> Kind:
 
 def outlined(run: Run, config: PretrainedConfig) -> tuple[Drafter, Ends, PreTrainedModel]:
     """The drafter, the target's ends and the target, without their numbers."""
+    model = skeleton(config)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
         ends = Ends.of(model)
         drafter: Drafter = instantiate(run.drafter, _partial_=True)(ends)
     return drafter, ends, model
