@@ -17,6 +17,7 @@ from typing import Any
 from decode.cost import Cost
 from decode.engine import Step
 from models.files import write_whole
+from models.growth import floor_of
 from models.source import cache_home
 
 VERSION = 2
@@ -100,7 +101,7 @@ def _inside(step: Step, option: Option) -> list[int]:
     """The nodes of a round that would have stood in the smaller tree."""
     if not step.odds:
         return list(range(1, option.nodes))
-    floor = _log(option.least)
+    floor = floor_of(option.least)
     fit = [node for node, (depth, odds) in enumerate(step.odds, 1) if depth <= option.depth and odds >= floor]
     return fit[: option.nodes - 1]
 
@@ -110,12 +111,8 @@ def _levels(step: Step, kept: Sequence[int], option: Option) -> int:
     if not step.odds:
         return option.depth
     full = len(kept) == option.nodes - 1
-    floor = max(_log(option.least), step.odds[kept[-1] - 1][1] if full else -math.inf)
+    floor = max(floor_of(option.least), step.odds[kept[-1] - 1][1] if full else -math.inf)
     return 1 + len({depth for depth, odds in step.odds if depth < option.depth and odds > floor})
-
-
-def _log(chance: float) -> float:
-    return math.log(chance) if chance else -math.inf
 
 
 def options(depths: Mapping[str, int], sizes: Iterable[int], ranked: Iterable[str]) -> list[Option]:

@@ -78,6 +78,11 @@ class Budget:
     least: float = 0.0  # in a dynamic tree: how likely a path must be, by the drafter's own word, to stand there
     sampled: bool = False  # guesses are drawn as the row speaks, which must not be greedily; False: top picks
 
+    @classmethod
+    def chain(cls, depth: int, least: float = 0.0) -> "Budget":
+        """A dynamic tree of one branch: it ends where the drafter knows no further, or thinks it too unlikely."""
+        return cls((), depth + 1, depth, 1, least)
+
     @property
     def levels(self) -> int:
         """Depths that are drafted at most."""

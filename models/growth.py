@@ -153,7 +153,7 @@ def grow_dynamic(root: Tensor, ask: Ask, spell: Spell, budget: Budget) -> TokenT
 def barren(worth: Sequence[Tensor], budget: Budget) -> bool:
     """Whether no child of the last level's candidates could stand in the tree; `worth` [B, C] of each level's."""
     so_far = torch.cat(list(worth), dim=1)
-    floor = torch.full_like(so_far[:, 0], floor_of(budget))
+    floor = torch.full_like(so_far[:, 0], floor_of(budget.least))
     if so_far.shape[1] >= budget.nodes - 1 > 0:
         floor = floor.maximum(so_far.topk(budget.nodes - 1).values[:, -1])
     return bool((worth[-1].amax(1) <= floor).all())
@@ -167,7 +167,7 @@ def likeliest(root: Tensor, candidates: Tensor, parents: Tensor, worth: Tensor, 
     above = number.gather(1, parents.gather(1, chosen))
     first = torch.zeros_like(root)[:, None]
     scores = torch.cat([first.float(), worth.gather(1, chosen)], dim=1)
-    valid = scores >= floor_of(budget)
+    valid = scores >= floor_of(budget.least)
     used = slice(int(valid.sum(1).max()) if budget.least else None)  # unused nodes stand last in every row
     return TokenTree(
         torch.cat([root[:, None], candidates.gather(1, chosen)], dim=1)[:, used],
@@ -177,6 +177,6 @@ def likeliest(root: Tensor, candidates: Tensor, parents: Tensor, worth: Tensor, 
     )
 
 
-def floor_of(budget: Budget) -> float:
+def floor_of(least: float) -> float:
     """The log-probability below which a path is left out."""
-    return math.log(budget.least) if budget.least else -math.inf
+    return math.log(least) if least else -math.inf
