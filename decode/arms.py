@@ -1,7 +1,7 @@
 """The drafters under measurement: where each is, whose it is, and what it may propose; all known before weights load."""
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,7 @@ def budget_for(how: Decode, card: Card) -> Budget:
     if how.tree == "dynamic" or (how.tree == "auto" and (how.least or not card.tree)):
         return Budget((), how.nodes, how.depth, how.branch, how.least, sampled)
     if how.tree == "chain" and how.least:
-        return Budget((), how.depth + 1, how.depth, 1, how.least)
+        return Budget.chain(how.depth, how.least)
     if how.tree == "auto":
         paths = ordered_paths(card.tree[: how.nodes - 1])
     elif how.tree == "chain":
@@ -120,6 +120,17 @@ def budget_for(how: Decode, card: Card) -> Budget:
             f"decode.tree={how.tree}; use auto, chain, dynamic, tuned, or a list of paths such as [[0],[1],[0,0]], or a published tree: {', '.join(published_trees())}"
         )
     return Budget(tuple(paths), max(how.nodes, len(paths) + 1), how.depth, sampled=sampled)
+
+
+def require_least(part: str, how: Any, least: Mapping[str, int]) -> None:
+    """Raise ValueError where a setting of `part`, or a number that it lists, is below what measures anything."""
+    for name, value in least.items():
+        given = getattr(how, name)
+        if isinstance(given, list):
+            if not given or min(given) < value:
+                raise ValueError(f"{part}.{name}={given} measures nothing; name numbers of at least {value}")
+        elif given < value:
+            raise ValueError(f"{part}.{name}={given} measures nothing; give at least {value}")
 
 
 def beyond(arm: Arm, tokens: int) -> str | None:

@@ -14,7 +14,7 @@ from rich.progress import track
 
 from conf.schema import Accept, Decode, Proposal, Run
 from decode.accept import Typical
-from decode.arms import Arm, arms_of, beyond, cpu_name, widest
+from decode.arms import Arm, arms_of, beyond, cpu_name, require_least, widest
 from decode.cost import Cost, Ladder
 from decode.engine import Run as Decoded
 from decode.engine import generate
@@ -71,9 +71,7 @@ def check(how: Decode) -> None:
     """Raise ValueError for settings with which nothing would be measured."""
     # the first token is no round's, so one token measures nothing
     least = {"prompts": 1, "longest": 1, "tokens": 2, "nodes": 2, "depth": 1, "rows": 1, "branch": 1, "turns": 1}
-    for name, value in least.items():
-        if getattr(how, name) < value:
-            raise ValueError(f"decode.{name}={getattr(how, name)} measures nothing; give at least {value}")
+    require_least("decode", how, least)
     if how.proposal is Proposal.sampled and not how.temperature:
         raise ValueError(
             "decode.proposal=sampled has nothing to draw at temperature 0; set decode.temperature, or use top"
@@ -117,8 +115,7 @@ def decode_all(
     the ladder climbed between.
     """
     warm = next(iter(chosen.values()))[0].prompt()
-    for guesser, budget in guessers:  # first calls compile and allocate
-        decode(guesser, [warm], limit=8, budget=budget)
+    in_turn(partial(decode, limit=8), guessers, [warm], 1)  # first calls compile and allocate
     samples: list[list[Sample]] = [[] for _ in guessers[1:]]
     begun = dict.fromkeys(chosen, 0)
     work = track(
@@ -126,8 +123,7 @@ def decode_all(
     )
     for number, (bench, dialogues) in enumerate(work):
         batch = [dialogue.prompt() for dialogue in dialogues]
-        order = range(len(guessers)) if number % 2 else reversed(range(len(guessers)))  # no arm always goes first
-        runs = {at: decode(guessers[at][0], batch, budget=guessers[at][1]) for at in order}
+        runs = in_turn(decode, guessers, batch, number)
         for at, mine in enumerate(samples, start=1):
             mine.append(Sample(bench, runs[at], runs[0], batch, begun[bench]))
         begun[bench] += len(batch)
@@ -135,6 +131,14 @@ def decode_all(
             dialogue.hear(answer.tokens)  # plain decoding's, so that all arms read the same next prompt
         ladder.climb()
     return samples
+
+
+def in_turn(
+    decode: Callable[..., Decoded], guessers: Sequence[tuple[Drafter, Budget]], batch: list[list[int]], number: int
+) -> dict[int, Decoded]:
+    """What each guesser writes after `batch`, the first of them first where `number` is odd, else last."""
+    order = range(len(guessers)) if number % 2 else reversed(range(len(guessers)))  # no arm always goes first
+    return {at: decode(guessers[at][0], batch, budget=guessers[at][1]) for at in order}
 
 
 def longest_of(chosen: Mapping[str, list[Dialogue]], how: Decode) -> int:

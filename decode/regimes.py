@@ -7,6 +7,7 @@ Beside it stands what the machine's costs, timed in isolation, make of the round
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import accumulate, cycle, islice, pairwise
 from pathlib import Path
 
@@ -15,15 +16,16 @@ from rich.progress import track
 
 from conf import command
 from conf.schema import Run
-from decode.arms import Arm, arms_of, holds_for
+from decode.arms import Arm, arms_of, holds_for, require_least
 from decode.choice import CHAIN, DYNAMIC, PLAINLY, STATIC, Option, Point, trial
 from decode.cost import Cost, Ladder
-from decode.engine import Step, generate
+from decode.engine import generate
 from decode.figures import Figure, Sample, Tally, bootstrap, round_ms, speedup, steps_of, tau
+from decode.measure import in_turn
 from decode.opening import open_drafter, open_target, open_tokenizer
 from decode.prompts import choose, evenly
 from decode.regimes_page import write_page
-from decode.tune import point_at
+from decode.tune import Drafting
 from models.drafter import Budget, Drafter, Plain
 from models.files import write_whole
 from models.shelf import make_folder
@@ -82,8 +84,9 @@ def regimes(run: Run) -> Regimes:
         raise ValueError(
             f"regimes.contexts={how.contexts} with answers and {KNEE} nodes to time take {longest} of the {target.context} tokens of {run.target.name}; name shorter ones"
         )
-    field = Field(run, target, open_drafter(arm.folder, arm.card, target), prompts)
     work = [(name, at, setting) for name, each in sweeps_of(run, arm).items() for at, setting in each.items()]
+    widest = max(setting.budget.nodes for *_, setting in work)
+    field = Field(run, target, open_drafter(arm.folder, arm.card, target), prompts, widest)
     sweeps: dict[str, list[Spot]] = {name: [] for name, _, _ in work}
     for name, at, setting in track(work, "measuring", console=console):
         sweeps[name].append(field.spot(at, setting))
@@ -95,15 +98,7 @@ def regimes(run: Run) -> Regimes:
 
 def check(run: Run) -> None:
     """Raise ValueError for what cannot be measured."""
-    for name in ("rows", "contexts", "nodes"):
-        least = 2 if name == "nodes" else 1
-        if not getattr(run.regimes, name) or min(getattr(run.regimes, name)) < least:
-            raise ValueError(
-                f"regimes.{name}={getattr(run.regimes, name)} measures nothing; name numbers of at least {least}"
-            )
-    for name, least in (("prompts", 1), ("tokens", 2)):
-        if getattr(run.regimes, name) < least:
-            raise ValueError(f"regimes.{name}={getattr(run.regimes, name)} measures nothing; give at least {least}")
+    require_least("regimes", run.regimes, {"rows": 1, "contexts": 1, "nodes": 2, "prompts": 1, "tokens": 2})
     if run.decode.temperature:
         raise ValueError("decode.regimes measures greedy decoding; leave decode.temperature at 0")
 
@@ -113,7 +108,7 @@ def sweeps_of(run: Run, arm: Arm) -> dict[str, dict[int, Setting]]:
     how, usual = run.regimes, min(run.regimes.contexts)
     kind = STATIC if arm.budget.paths else DYNAMIC
     deepest = min(run.decode.depth, max(how.nodes) - 1)
-    chains = {depth: Budget((), depth + 1, depth, branch=1) for depth in range(1, deepest + 1)}
+    chains = {depth: Budget.chain(depth) for depth in range(1, deepest + 1)}
     return {
         "batch": {rows: Setting(rows, usual, kind, arm.budget) for rows in how.rows},
         "context": {context: Setting(1, context, kind, arm.budget) for context in how.contexts},
@@ -144,9 +139,10 @@ def prompts_of(run: Run, context: int) -> list[list[int]]:
 class Field:
     """Decodes at one setting after the other, and keeps what several of them ask for."""
 
-    def __init__(self, run: Run, target: Target, drafter: Drafter, prompts: Mapping[int, list[list[int]]]):
-        self.how, self.target, self.drafter, self.prompts = run.regimes, target, drafter, prompts
-        self.recorded: dict[Setting, tuple[list[Step], float]] = {}
+    def __init__(self, run: Run, target: Target, drafter: Drafter, prompts: Mapping[int, list[list[int]]], widest: int):
+        self.how, self.target, self.drafter, self.prompts, self.widest = run.regimes, target, drafter, prompts, widest
+        self.taken: dict[Setting, list[Sample]] = {}
+        self.costs: dict[tuple[int, int], Cost] = {}
 
     def spot(self, at: int, setting: Setting) -> Spot:
         """What `setting` is worth, and what is foretold of it."""
@@ -154,43 +150,38 @@ class Field:
         return Spot(at, tau(tally).item(), bootstrap(tally, speedup), self.foretold(setting))
 
     def samples(self, setting: Setting) -> list[Sample]:
-        """The prompts, as many side by side as the setting says, by both arms, of which neither always goes first."""
+        """The prompts, as many side by side as the setting says, by both arms in turn."""
+        if setting not in self.taken:
+            self.taken[setting] = self._decoded(setting)
+        return self.taken[setting]
+
+    def _decoded(self, setting: Setting) -> list[Sample]:
         prompts = self.prompts[setting.context][: max(self.how.prompts, setting.rows)]
         guessers = [(Plain(), Budget(nodes=1)), (self.drafter, setting.budget)]
-        for guesser, budget in guessers:  # first calls compile and allocate
-            generate(self.target, guesser, prompts[:1], 4, budget)
+        decode = partial(generate, self.target, limit=self.how.tokens, rows=setting.rows)
+        in_turn(partial(decode, limit=4), guessers, prompts[:1], 1)  # first calls compile and allocate
         found = []
-        for start in range(0, len(prompts), setting.rows):
+        for number, start in enumerate(range(0, len(prompts), setting.rows)):
             batch = prompts[start : start + setting.rows]
-            order = (0, 1) if start // setting.rows % 2 else (1, 0)
-            runs = {
-                each: generate(
-                    self.target, guessers[each][0], batch, self.how.tokens, guessers[each][1], rows=len(batch)
-                )
-                for each in order
-            }
+            runs = in_turn(decode, guessers, batch, number)
             found.append(Sample("", runs[1], runs[0], batch, start))
         return found
 
     def foretold(self, setting: Setting) -> float:
         """Speed-up by costs in isolation and the rounds of the same proposal at batch 1 behind the shortest context."""
-        steps, other = self.record(replace(setting, rows=1, context=min(self.prompts)))
-        point = self.point(setting, other)
-        each = trial(steps, setting.option)
+        runs = [sample.drafted for sample in self.samples(replace(setting, rows=1, context=min(self.prompts)))]
+        spent = round_ms(runs)
+        point = self.point(setting, spent["accept"] + spent["keep"])
+        each = trial(steps_of(runs), setting.option)
         return each.tau * point.round(PLAINLY, trial([], PLAINLY)) / point.round(setting.option, each)
-
-    def record(self, setting: Setting) -> tuple[list[Step], float]:
-        """The rounds of a setting, and how long accepting and keeping took in each."""
-        if setting not in self.recorded:
-            runs = [sample.drafted for sample in self.samples(setting)]
-            spent = round_ms(runs)
-            self.recorded[setting] = steps_of(runs), spent["accept"] + spent["keep"]
-        return self.recorded[setting]
 
     def point(self, setting: Setting, other: float) -> Point:
         """What passes and drafts cost in a setting."""
-        budgets, nodes = {setting.kind: setting.budget}, setting.budget.nodes
-        return point_at(self.target, self.drafter, budgets, setting.rows, setting.context, nodes, other)
+        place = setting.rows, setting.context
+        if place not in self.costs:
+            self.costs[place] = Ladder(self.target, *place, self.widest).cost()
+        draft = Drafting(self.target, self.drafter, *place).by_depth(setting.budget)
+        return Point(*place, self.costs[place], {setting.kind: draft}, other)
 
 
 def knee_curve(target: Target, context: int) -> Cost:

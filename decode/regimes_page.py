@@ -1,30 +1,26 @@
 """The pictures of decode.regimes, as one HTML page: speed-up measured and foretold, and what a pass over n nodes costs."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 from xml.etree.ElementTree import Element
 
-from decode.markup import document, fold, node, table
-from decode.page import picture
+from decode.markup import document, node
+from decode.page import how_taken, picture
 from decode.pictures import Series, legend, lines
 from decode.style import STYLE
-from decode.words import figure, number
+from decode.words import Told, figure, number
 from models.files import write_whole
 
-Told = Mapping[str, Any]  # as regimes.json holds it
 BY_LOG = ("batch", "context", "nodes of a tree")
 
 
 def write_page(file: Path, drafter: str, figures: Told, knee: float) -> Path:
-    """The page in `file`, which is never seen half written."""
+    """The page of `figures`, as regimes.json holds them, in `file`, which is never seen half written."""
     pictures = [sweep(name, spots, figures["crossings"][name]) for name, spots in figures["sweeps"].items()]
-    settings = [["setting", "value"], *([key, str(value)] for key, value in figures["settings"].items())]
     title = f"{figures['settings']['target']}: where {drafter} pays"
     body = node(
         "body",
         node("header", node("h1", title)),
-        node("main", node("div", *pictures, passes(figures["cost"], knee), class_="pictures"), fold("Settings", table(settings))),
+        node("main", node("div", *pictures, passes(figures["cost"], knee), class_="pictures"), how_taken(figures)),
         node("footer", node("p", "Written by Outrider from its regimes.json. The page needs nothing but itself.")),
     )  # fmt: skip
     return write_whole(file, document(title, STYLE, body))

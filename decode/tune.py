@@ -12,7 +12,7 @@ from rich.console import Console
 
 from conf import command
 from conf.schema import Run
-from decode.arms import Arm, arms_of, holds_for
+from decode.arms import Arm, arms_of, holds_for, require_least
 from decode.choice import CHAIN, DYNAMIC, STATIC, Point, choose_at, keep, options, sentence, trial
 from decode.cost import Ladder, sizes
 from decode.engine import Clock, generate
@@ -70,13 +70,7 @@ def tune(run: Run) -> None:
 
 def check(run: Run) -> None:
     """Raise ValueError for what cannot be tried."""
-    how = run.tune
-    for name in ("rows", "contexts"):
-        if not getattr(how, name) or min(getattr(how, name)) < 1:
-            raise ValueError(f"tune.{name}={getattr(how, name)} measures nothing; name numbers of at least 1")
-    for name, least in (("nodes", 2), ("prompts", 1), ("tokens", 2)):
-        if getattr(how, name) < least:
-            raise ValueError(f"tune.{name}={getattr(how, name)} measures nothing; give at least {least}")
+    require_least("tune", run.tune, {"rows": 1, "contexts": 1, "nodes": 2, "prompts": 1, "tokens": 2})
     if run.decode.temperature:
         raise ValueError("decode.tune measures greedy acceptance; leave decode.temperature at 0")
 
@@ -87,7 +81,7 @@ def budgets_of(run: Run, arm: Arm) -> dict[str, Budget]:
     """
     how, largest = run.decode, run.tune.nodes
     depth = min(how.depth, largest - 1)
-    kinds = {CHAIN: Budget((), depth + 1, depth, branch=1), DYNAMIC: Budget((), largest, depth, how.branch)}
+    kinds = {CHAIN: Budget.chain(depth), DYNAMIC: Budget((), largest, depth, how.branch)}
     if paths := tuple(tuple(path) for path in arm.card.tree[: largest - 1]):
         kinds[STATIC] = Budget(paths, len(paths) + 1, max(map(len, paths)))
     return kinds
@@ -106,10 +100,7 @@ def point_at(
     """What a pass of the target and a draft of every depth cost with `rows` rows of `context` tokens."""
     ladder = Ladder(target, rows, context, nodes)
     drafting = Drafting(target, drafter, rows, context)
-    draft = {
-        kind: [drafting.ms(cut(budget, depth)) for depth in range(1, budget.levels + 1)]
-        for kind, budget in budgets.items()
-    }
+    draft = {kind: drafting.by_depth(budget) for kind, budget in budgets.items()}
     return Point(rows, context, ladder.cost(), draft, other)
 
 
@@ -134,6 +125,10 @@ class Drafting:
             ids[:, 0],
             ~fresh,
         )
+
+    def by_depth(self, budget: Budget) -> list[float]:
+        """Milliseconds of drafting 1, 2, ... levels of `budget`."""
+        return [self.ms(cut(budget, depth)) for depth in range(1, budget.levels + 1)]
 
     def ms(self, budget: Budget) -> float:
         """Median milliseconds of a proposal within `budget`; the first reads the context and is not counted."""
