@@ -210,7 +210,9 @@ def told(found: Regimes) -> str:
         ]
         where = found.crossings()[name]
         lines.append("  pays throughout" if where is None else f"  no longer pays from {where:.3g} on")
-    return "\n".join([*lines, f"a pass costs little more than one node's up to about {found.cost.knee():.0f} nodes"])
+    return "\n".join(
+        [*lines, f"the arithmetic of about {found.cost.knee():.0f} nodes takes as long as a pass over one"]
+    )
 
 
 def write(run: Run, arm: Arm, found: Regimes) -> Path:
