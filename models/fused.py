@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from models.drafter import Committed
 from models.ends import Ends
-from models.layer import FusedLayer, Layer, PlainLayer, layer_config
+from models.layer import FusedLayer, Layer, PlainLayer, RMSNorm, layer_config
 from models.stack import FeatureDrafter
 from models.vocabulary import DraftVocabulary
 
@@ -78,11 +78,11 @@ class Fused(FeatureDrafter):
         self.vocabulary = DraftVocabulary(vocabulary, ends.vocabulary)
         width = width or ends.width
         config = layer_config(ends.config, width)
-        self.fc_norm = nn.ModuleList(nn.RMSNorm(ends.width, config.rms_norm_eps) for _ in self.taps if fc_norm)
+        self.fc_norm = nn.ModuleList(RMSNorm(ends.width, config.rms_norm_eps) for _ in self.taps if fc_norm)
         self.fc = nn.Linear(len(self.taps) * ends.width, width, bias=False)
         self.midlayer = FusedLayer(config, residual, stretch)
         self.above = nn.ModuleList(PlainLayer(config, stretch) for _ in range(layers - 1))
-        self.norm = nn.RMSNorm(width, config.rms_norm_eps)
+        self.norm = RMSNorm(width, config.rms_norm_eps)
         self.lm_head = nn.Linear(width, self.vocabulary.size, bias=False)
         self.lm_head.requires_grad_(head != "frozen")
         self.embed_tokens = own_embedding(ends, width) if embedding == "trained" else None

@@ -79,6 +79,13 @@ class Rotary:
         return heads * cos + rotate_half(heads) * sin
 
 
+class RMSNorm(nn.RMSNorm):
+    """The norm in its weight's precision: under autocast states come in bf16, and torch's fused kernel wants both alike."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        return super().forward(states.to(self.weight.dtype))
+
+
 class Attention(nn.Module):
     """Projections of grouped-query attention that reads `width_in` wide inputs, with rotary positions."""
 
@@ -153,7 +160,7 @@ class Layer(nn.Module):
     def __init__(self, config: LlamaConfig, width_in: int, stretch: float):
         super().__init__()
         self.self_attn = Attention(config, width_in, stretch)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
     def outputs(self, base: Tensor, mixed: Tensor) -> Tensor:
@@ -167,7 +174,7 @@ class PlainLayer(Layer):
 
     def __init__(self, config: LlamaConfig, stretch: float = 1.0, normed: bool = True):
         super().__init__(config, config.hidden_size, stretch)
-        norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.input_layernorm = norm if normed else nn.Identity()
 
     def inputs(self, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,8 +192,8 @@ class FusedLayer(Layer):
         super().__init__(config, 2 * config.hidden_size, stretch)
         width, eps = config.hidden_size, config.rms_norm_eps
         self.residual = residual
-        self.input_layernorm = nn.RMSNorm(width, eps)
-        self.hidden_norm = nn.RMSNorm(width, eps)
+        self.input_layernorm = RMSNorm(width, eps)
+        self.hidden_norm = RMSNorm(width, eps)
 
     def inputs(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         """What attention reads [..., 2D], and what its output is added to [..., D]."""
