@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
+from models.quick import Norm
 from models.sight import Looking, Sight, grouped
 from models.transfer import sent
 
@@ -69,14 +70,22 @@ class Rotary:
     def __init__(self, config: LlamaConfig, stretch: float):
         made = LlamaRotaryEmbedding(config)
         self.frequencies, self.scale = made.inv_freq.float() / stretch, made.attention_scaling
+        self.asked: tuple[Tensor, torch.dtype] | None = None  # where `turns` were made for
+        self.turns = torch.empty(0), torch.empty(0)
 
     def __call__(self, heads: Tensor, position: Tensor) -> Tensor:
         """`heads` [B, H, S, C] at `position` [B, S]."""
+        if self.asked is None or self.asked[0] is not position or self.asked[1] is not heads.dtype:
+            self.asked, self.turns = (position, heads.dtype), self._at(position, heads.dtype)  # queries, then keys
+        cos, sin = self.turns
+        return heads * cos + rotate_half(heads) * sin
+
+    def _at(self, position: Tensor, dtype: torch.dtype) -> Pair:
+        """Cosines and sines [B, 1, S, C]."""
         self.frequencies = sent(self.frequencies, position.device)  # stays there
         angle = position[:, None, :, None] * self.frequencies
         turn = torch.cat([angle, angle], dim=-1)
-        cos, sin = (turn.cos() * self.scale).to(heads.dtype), (turn.sin() * self.scale).to(heads.dtype)
-        return heads * cos + rotate_half(heads) * sin
+        return (turn.cos() * self.scale).to(dtype), (turn.sin() * self.scale).to(dtype)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -84,6 +93,11 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, states: Tensor) -> Tensor:
         return super().forward(states.to(self.weight.dtype))
+
+    def quick(self) -> Norm:
+        """The same norm for decoding."""
+        assert self.eps is not None
+        return Norm(self.weight, self.eps)
 
 
 class Attention(nn.Module):

@@ -18,6 +18,8 @@ ROWS = 8  # the number of rows the packed layout is chosen for: a small tree
 STEP = 4  # images as wide as a multiple of it read a weight in one layout
 USUAL = range(STEP, 65, STEP)  # widths for which that must be so
 MOST = 512  # rows; wider images are slower than the kernel of linear layers, at 1,200 three times
+PRODUCT, SUM = torch.ops.mkldnn._linear_pointwise.default, torch.ops.mkldnn._linear_pointwise.binary
+WIDE = 2  # outputs for each input
 LARGE = 1 << 20  # weights; in smaller matrices a convolution's own costs outweigh what it saves
 
 
@@ -31,18 +33,31 @@ class PackedLinear(nn.Module):
         self.single: Tensor | None = None  # in bf16 oneDNN serves one row too
         if weight.dtype == torch.float32:
             self.single = weight.t().contiguous().t() if weight.shape[0] > self.width else weight
+        self.wide = weight.shape[0] > WIDE * self.width  # in bf16 oneDNN reads those faster for four rows than for one
         self.image = self.single is not None and weight.numel() >= LARGE and all(fits(self.width, n) for n in USUAL)
         self.packed = for_image(weight, ROWS) if self.image else torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
         self.bias = bias
 
-    def forward(self, states: Tensor) -> Tensor:
+    def forward(self, states: Tensor, plus: Tensor | None = None) -> Tensor:
+        """The product of `states` [..., in], added to `plus` [..., out] where that is given."""
+        if self.single is not None:
+            made = self._of_floats(states, self.single)
+            return made if plus is None else made.add_(plus)
+        if plus is not None:
+            return SUM(states, plus, self.packed, self.bias, "add")
+        if self.wide and 0 < (count := states.numel() // self.width) < STEP:
+            rows = nn.functional.pad(states.reshape(count, self.width), (0, 0, 0, STEP - count))
+            return PRODUCT(rows, self.packed, self.bias, "none", [], "")[:count].view(*states.shape[:-1], -1)
+        return PRODUCT(states, self.packed, self.bias, "none", [], "")
+
+    def _of_floats(self, states: Tensor, single: Tensor) -> Tensor:
+        """The product in fp32, by what is fastest for so many rows."""
         count = states.numel() // self.width
         short = -count % STEP
-        odd = self.image and (count > MOST or not fits(self.width, count + short))
-        if self.single is not None and (count <= 1 or odd):
-            return nn.functional.linear(states, self.single, self.bias)
+        if count <= 1 or (self.image and (count > MOST or not fits(self.width, count + short))):
+            return nn.functional.linear(states, single, self.bias)
         if not self.image:
-            return torch.ops.mkldnn._linear_pointwise(states, self.packed, self.bias, "none", [], "")
+            return PRODUCT(states, self.packed, self.bias, "none", [], "")
         rows = states.reshape(count, self.width)
         if short:
             rows = nn.functional.pad(rows, (0, 0, 0, short))

@@ -1,12 +1,14 @@
 """Parts of a frozen model in fewer operations on a CPU, each put in only where it says what the stock part says.
 
 At the sizes of a small target an operation costs about as much to start as to do: transformers' norm is six of them and
-its rotation of queries and keys fourteen, in every layer. B rows, N tokens, H heads, D head width.
+its rotation of queries and keys fourteen, in every layer; and calling its layers takes a fifth as long as what they do.
+B rows, N tokens, H heads, D head width, W width.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
@@ -14,19 +16,29 @@ from models.attention import NAME, grouped_attention
 from models.packed import Part, swap
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+GATED = ("gate_proj", "up_proj")
+FEW = 32  # rows: from about there torch's own norm, which is ten operations, is faster
 SCALES = (1.0, 1e-3)  # of what a norm is shown: an epsilon counts where its input is small
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Norm(nn.Module):
-    """The norm by root mean square, in one operation."""
+    """The norm by root mean square; of few rows as one by mean and variance, for which there is a kernel.
+
+    A row beside its own negative has the mean 0, so its variance is its mean square.
+    """
 
     def __init__(self, weight: Tensor, eps: float):
         super().__init__()
         self.weight, self.eps = nn.Parameter(weight.detach(), requires_grad=False), eps
+        self.twice = torch.cat([weight, weight]).detach()
+        self.width, self.few = (len(weight),), FEW * len(weight)
 
     def forward(self, states: Tensor) -> Tensor:
-        return nn.functional.rms_norm(states, self.weight.shape, self.weight, self.eps)
+        if states.numel() > self.few:
+            return nn.functional.rms_norm(states, self.width, self.weight, self.eps)
+        both = torch.cat((states, -states), dim=-1)
+        return nn.functional.layer_norm(both, self.twice.shape, self.twice, None, self.eps)[..., : self.width[0]]
 
 
 class Attention(nn.Module):
@@ -38,6 +50,7 @@ class Attention(nn.Module):
         assert isinstance(query, Part)
         self.stock, self.product, self.out = stock, query.whole.product, stock.get_submodule("o_proj")
         self.width: int = stock.head_dim  # type: ignore[assignment]
+        self.project, self.number, self.scale = self.product.forward, stock.layer_idx, stock.scaling
         self.heads = [size // self.width for size in query.whole.sizes]
 
     def forward(
@@ -48,14 +61,68 @@ class Attention(nn.Module):
         cache: Cache | None = None,
         **how: Any,
     ) -> tuple[Tensor, None]:
-        made = self.product(hidden_states).unflatten(-1, (-1, self.width))
-        turned = turn(made[:, :, : self.heads[0] + self.heads[1]], *position_embeddings).transpose(1, 2)
+        return self.out(self.found(hidden_states, position_embeddings, attention_mask, cache)), None
+
+    def found(self, states: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None) -> Tensor:
+        """[B, N, H*D] what every head finds, before the heads are mixed."""
+        made = self.project(states).unflatten(-1, (-1, self.width))
+        turned = turn(made[:, :, : self.heads[0] + self.heads[1]], *angles).transpose(1, 2)
         query, key = turned.split(self.heads[:2], dim=1)
         value = made[:, :, -self.heads[2] :].transpose(1, 2)
         if cache is not None:
-            key, value = cache.update(key, value, self.stock.layer_idx)  # type: ignore[arg-type]
-        found, _ = grouped_attention(self.stock, query, key, value, attention_mask, scaling=self.stock.scaling)
-        return self.out(found.flatten(2)), None
+            key, value = cache.update(key, value, self.number)  # type: ignore[arg-type]
+        found, _ = grouped_attention(self.stock, query, key, value, mask, scaling=self.scale)
+        return found.flatten(2)
+
+
+class Gated(nn.Module):
+    """An MLP whose gate and input come out of one product."""
+
+    def __init__(self, stock: nn.Module):
+        super().__init__()
+        gate = stock.gate_proj
+        assert isinstance(gate, Part)
+        self.product, self.out = gate.whole.product, stock.get_submodule("down_proj")
+        self.act: Callable[[Tensor], Tensor] = stock.get_submodule("act_fn")
+        self.project = self.product.forward
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.out(self.found(states))
+
+    def found(self, states: Tensor) -> Tensor:
+        """[B, N, inner width] what the last product reads."""
+        gate, up = self.project(states).chunk(2, dim=-1)
+        return self.act(gate) * up
+
+
+class Block(nn.Module):
+    """A layer of norm and attention, norm and MLP, each of which is added to what it read by the product that ends it."""
+
+    def __init__(self, stock: nn.Module):
+        super().__init__()
+        before, attention, after, mlp = (stock.get_submodule(name) for name in LAYER)
+        assert isinstance(attention, Attention)
+        assert isinstance(mlp, Gated)
+        self.parts = nn.ModuleList([before, attention, after, mlp])
+        # called past nn.Module, whose way to a norm of one row takes longer than the norm
+        self.before, self.attend, self.mix = before.forward, attention.found, attention.out.forward
+        self.after, self.gate, self.down = after.forward, mlp.found, mlp.out.forward
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        cache: Cache | None = None,
+        **how: Any,
+    ) -> Tensor:
+        found = self.attend(self.before(hidden_states), position_embeddings, attention_mask, cache)
+        states = self.mix(found, hidden_states)
+        return self.down(self.gate(self.after(states)), states)
+
+
+LAYER = {"input_layernorm": Norm, "self_attn": Attention, "post_attention_layernorm": Norm, "mlp": Gated}
 
 
 def turn(states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -69,28 +136,41 @@ def turn(states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def twins_of(stock: nn.Module) -> Iterator[nn.Module]:
-    """What might compute the same as `stock`, by what it is made of."""
+    """What might compute the same as `stock`, by what it is made of; a layer only once its parts are twins."""
     own, inner = dict(stock.named_parameters(recurse=False)), dict(stock.named_children())
+    if isinstance(stock, Norm | Attention | Gated | Block):
+        return
     eps = getattr(stock, "variance_epsilon", getattr(stock, "eps", None))
     if set(own) == {"weight"} and own["weight"].ndim == 1 and not inner and isinstance(eps, float):
         yield Norm(own["weight"], eps)
         yield Norm(1 + own["weight"], eps)  # Gemma's weights count from 1
-    ours = not own and set(inner) == {*PROJECTIONS, "o_proj"} and _joined([inner[name] for name in PROJECTIONS])
+    if own:
+        return
     how = getattr(getattr(stock, "config", None), "_attn_implementation", None)
-    if ours and how in (NAME, "sdpa"):
+    if set(inner) == {*PROJECTIONS, "o_proj"} and _joined(inner, PROJECTIONS) and how in (NAME, "sdpa"):
         yield Attention(stock)
+    if set(inner) >= {*GATED, "down_proj"} and _joined(inner, GATED) and "act_fn" in inner:
+        yield Gated(stock)
+    if set(inner) == set(LAYER) and all(isinstance(inner[name], kind) for name, kind in LAYER.items()):
+        yield Block(stock)
 
 
-def _joined(layers: list[nn.Module]) -> bool:
-    """Whether `layers` are all the parts of one product, in order."""
-    parts = [layer for layer in layers if isinstance(layer, Part)]
-    if len(parts) < len(layers) or any(part.whole is not parts[0].whole for part in parts):
+def _joined(inner: Mapping[str, nn.Module], names: Sequence[str]) -> bool:
+    """Whether those of `inner` called `names` are all the parts of one product, in order."""
+    parts = [part for name in names if isinstance(part := inner[name], Part)]
+    if len(parts) < len(names) or any(part.whole is not parts[0].whole for part in parts):
         return False
     return [part.place for part in parts] == list(range(len(parts[0].whole.sizes)))
 
 
 def quicken(model: nn.Module, run: Callable[[], object], within: float) -> None:
     """Put twins in the places of what `run` calls under `model`, where both answer alike `within` a relative error."""
+    while twins := alike_in(model, run, within):  # of parts, then of layers made of those
+        swap(model, twins)
+
+
+def alike_in(model: nn.Module, run: Callable[[], object], within: float) -> dict[nn.Module, nn.Module]:
+    """The twins of what `run` calls under `model` that answer alike."""
     calls: dict[nn.Module, Call] = {}
 
     def note(stock: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
@@ -108,7 +188,7 @@ def quicken(model: nn.Module, run: Callable[[], object], within: float) -> None:
         stock: next((twin for twin in twins_of(stock) if alike(twin, stock, calls[stock], within)), None)
         for stock in calls
     }
-    swap(model, {stock: twin for stock, twin in found.items() if twin is not None})
+    return {stock: twin for stock, twin in found.items() if twin is not None}
 
 
 def alike(twin: nn.Module, stock: nn.Module, call: Call, within: float) -> bool:

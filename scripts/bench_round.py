@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -23,6 +23,7 @@ from decode.arms import arms_of
 from decode.engine import generate, rounds
 from decode.opening import open_drafter, open_target, open_tokenizer, served_folder
 from decode.prompts import choose
+from models import stack
 from models.cache import KVCache
 from models.drafter import Budget, Drafter, Plain
 from models.target import Target
@@ -30,7 +31,7 @@ from models.target import Target
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "processor": time.process_time}
 SKIPPED = 2  # rounds at first: the prompt, and what is allocated once
 REPEATS = 3  # runs of each arm against generate, one after the other in turn
-Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 Times = dict[str, float]
 
 
@@ -43,26 +44,34 @@ def timed(work: Callable[[], object]) -> Times:
 
 @contextmanager
 def outermost() -> Iterator[list[Call]]:
-    """The calls of modules that stand in no other module's call, in order."""
+    """The calls that stand in no other, in order: of modules, and of a drafter's whole stack of layers."""
     calls: list[Call] = []
     deep = 0
 
-    def enter(module: nn.Module, args: Any) -> None:
+    def enter(call: Callable[..., Any], args: Any) -> None:
         nonlocal deep
         if not deep:
-            calls.append((module, args, {}))
+            calls.append((call, args, {}))
         deep += 1
 
-    def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def leave(call: Callable[..., Any], args: Any, kwargs: Any, output: Any) -> None:
         nonlocal deep
         deep -= 1
         if not deep:
-            calls[-1] = (module, args, kwargs)
+            calls[-1] = (call, args, kwargs)
 
+    def climbing(*args: Any) -> Tensor:
+        enter(climb, args)
+        state = climb(*args)
+        leave(climb, args, {}, state)
+        return state
+
+    climb, stack.climb = stack.climb, climbing
     hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, with_kwargs=True)]
     try:
         yield calls
     finally:
+        stack.climb = climb
         for hook in hooks:
             hook.remove()
 
@@ -75,8 +84,8 @@ def replay(calls: list[Call], target: Target) -> Times:
     held = [store.clone() for store in stores]
 
     def again() -> None:
-        for module, args, how in calls:
-            module(*args, **how)
+        for call, args, how in calls:
+            call(*args, **how)
 
     times = timed(again)
     for store, before in zip(stores, held, strict=True):

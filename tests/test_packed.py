@@ -28,6 +28,30 @@ def test_a_large_packed_layer_equals_the_plain_one(rows: int) -> None:
     torch.testing.assert_close(PackedLinear(linear.weight, linear.bias)(states), linear(states))
 
 
+@pytest.mark.skipif(not packs(torch.device("cpu"), torch.bfloat16), reason="no kernels for bf16 here")
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (3, 1), (1, 3), (8, 1), (2, 5), (0, 1), (2,)], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("out", [32, 256], ids=["narrow", "wide"])
+@torch.inference_mode()
+def test_a_packed_layer_in_bf16_equals_the_plain_one(shape: tuple[int, ...], bias: bool, out: int) -> None:
+    linear, states = nn.Linear(64, out, bias=bias).bfloat16(), torch.randn(*shape, 64).bfloat16()
+    torch.testing.assert_close(PackedLinear(linear.weight, linear.bias)(states), linear(states), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.inference_mode()
+def test_a_product_is_added_to_what_is_given_and_leaves_that_alone(dtype: torch.dtype) -> None:
+    if not packs(torch.device("cpu"), dtype):
+        pytest.skip(f"no kernels for {dtype} here")
+    linear, close = nn.Linear(64, 32).to(dtype), {"rtol": 0.02, "atol": 0.05} if dtype is torch.bfloat16 else {}
+    for rows in (1, 3, 9):
+        states, plus = torch.randn(1, rows, 64).to(dtype), torch.randn(1, rows, 32).to(dtype)
+        before = plus.clone()
+        found = PackedLinear(linear.weight, linear.bias)(states, plus)
+        torch.testing.assert_close(found, linear(states) + plus, **close)
+        assert torch.equal(plus, before)
+
+
 @torch.inference_mode()
 def test_a_large_layer_is_no_image_where_the_usual_trees_want_several_layouts() -> None:
     for width in (256, 4096):

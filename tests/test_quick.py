@@ -8,20 +8,20 @@ from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 
 from conftest import Family, tiny_target
-from models.packed import packs
-from models.quick import Attention, Norm, quicken, turn
+from models.packed import pack, packs, same_input
+from models.quick import Attention, Gated, Norm, quicken, turn
 
 pytestmark = pytest.mark.skipif(not packs(torch.device("cpu"), torch.float32), reason="oneDNN is not available")
 
 PLAIN = ("LlamaModel", "Qwen2Model", "MistralModel")  # no norms of heads, soft caps or partial rotation
 
 
-def test_every_norm_is_one_operation_and_plain_attention_turns_once(family: Family) -> None:
+def test_every_norm_has_a_twin_and_plain_layers_as_a_whole(family: Family) -> None:
     kinds = Counter(type(part).__name__ for part in family.target.body.modules())
     stock = Counter(type(part).__name__ for part in family.stock.base_model.modules())
     assert kinds["Norm"] == sum(count for kind, count in stock.items() if "RMSNorm" in kind)
     expected = len(family.target.layers) if type(family.target.body).__name__ in PLAIN else 0
-    assert kinds["Attention"] == expected
+    assert kinds["Attention"] == kinds["Block"] == expected
 
 
 @torch.inference_mode()
@@ -39,6 +39,37 @@ def test_turning_is_multiplying_by_the_complex_unit_of_each_angle() -> None:
     unit = torch.polar(torch.ones_like(angles), angles)[:, :, None]
     turned = torch.complex(states[..., :4], states[..., 4:]) * unit
     torch.testing.assert_close(turn(states, both.cos(), both.sin()), torch.cat([turned.real, turned.imag], dim=-1))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 32, 33, 200])
+@pytest.mark.parametrize("eps", [1e-6, 0.1])
+@torch.inference_mode()
+def test_a_norm_of_few_rows_is_the_norm_of_many(rows: int, eps: float) -> None:
+    weight, states = torch.rand(16, dtype=torch.float64), torch.randn(1, rows, 16, dtype=torch.float64)
+    found = Norm(weight, eps)(states)
+    torch.testing.assert_close(found, weight * states * (states.pow(2).mean(-1, keepdim=True) + eps).rsqrt())
+
+
+class Doubtful(nn.Module):
+    """Looks like a gated MLP, and is told how its gate opens."""
+
+    def __init__(self, opens: nn.Module, swapped: bool) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(16, 32, bias=False), nn.Linear(16, 32, bias=False)
+        self.down_proj, self.act_fn, self.swapped = nn.Linear(32, 16, bias=False), opens, swapped
+
+    def forward(self, states: Tensor) -> Tensor:
+        gate, up = self.gate_proj(states), self.up_proj(states)
+        return self.down_proj(self.act_fn(up) * gate if self.swapped else self.act_fn(gate) * up)
+
+
+@pytest.mark.parametrize(("swapped", "twin"), [(False, Gated), (True, Doubtful)])
+@torch.inference_mode()
+def test_an_mlp_that_opens_the_other_way_stays(swapped: bool, twin: type) -> None:
+    model, states = nn.Sequential(Doubtful(nn.SiLU(), swapped)), torch.randn(1, 4, 16)
+    pack(model, same_input(model, lambda: model(states)))
+    quicken(model, lambda: model(states), within=1e-5)
+    assert type(model[0]) is twin
 
 
 class Odd(nn.Module):
