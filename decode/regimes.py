@@ -1,7 +1,8 @@
 """python -m decode.regimes conf=NAME: where speculation pays on this machine and where it stops, measured and foretold.
 
-Speed-up against batch, context, draft length and tree size. At every point both arms decode the same prompts in turn.
-Beside it stands what the machine's costs, timed in isolation, make of the rounds recorded at batch 1.
+Speed-up against batch, context, draft length and tree size. At every point both arms decode the same prompts in turn, and
+count while all rows of a batch write. Beside it stands what the machine's costs, timed in isolation, make of the rounds
+recorded at batch 1.
 """
 
 import json
@@ -19,6 +20,7 @@ from conf.schema import Run
 from decode.arms import Arm, arms_of, holds_for, require_least
 from decode.choice import CHAIN, DYNAMIC, PLAINLY, STATIC, Option, Point, trial
 from decode.cost import Cost, Ladder
+from decode.engine import Run as Decoded
 from decode.engine import generate
 from decode.figures import Figure, Sample, Tally, bootstrap, round_ms, speedup, steps_of, tau
 from decode.measure import in_turn
@@ -164,7 +166,7 @@ class Field:
         for number, start in enumerate(range(0, len(prompts), setting.rows)):
             batch = prompts[start : start + setting.rows]
             runs = in_turn(decode, guessers, batch, number)
-            found.append(Sample("", runs[1], runs[0], batch, start))
+            found.append(Sample("", busy(runs[1]), busy(runs[0]), batch, start))
         return found
 
     def foretold(self, setting: Setting) -> float:
@@ -182,6 +184,12 @@ class Field:
             self.costs[place] = Ladder(self.target, *place, self.widest).cost()
         draft = Drafting(self.target, self.drafter, *place).by_depth(setting.budget)
         return Point(*place, self.costs[place], {setting.kind: draft}, other)
+
+
+def busy(run: Decoded) -> Decoded:
+    """The rounds of a batch in which every row took part: later the seat of one that is done would be the next prompt's."""
+    rounds = min((len(one.steps) for one in run.generations if one.steps), default=0)
+    return Decoded([replace(one, steps=one.steps[:rounds]) for one in run.generations], run.turns[:rounds])
 
 
 def knee_curve(target: Target, context: int) -> Cost:

@@ -27,7 +27,9 @@ from models.tree import chain
 from train.export import export, guesses, trained
 
 TOKENS = 64
-TOLERANCE = 0.05  # of bf16, in the share of rounds that accept as deep as that: over 20 prompts chance alone makes about 0.02
+TOLERANCE = (
+    0.05  # of bf16, in the share of rounds that accept as deep as that: over 20 prompts chance alone makes about 0.02
+)
 ROWS = 5  # side by side, to save time; each is decoded as if alone
 COUNTERS = ("drafts", "drafted", "accepted", "per_position")
 
@@ -122,7 +124,11 @@ def compare(home: Path) -> int:
         print(row(f"vLLM {theirs['version']}, {file.stem.removeprefix('served_')}", same, theirs["counters"]))
         exact = same and ours["equal"] and theirs["counters"] == ours["counters"]
         wrong += not (exact if ours["dtype"] == "fp32" else alike(ours["counters"], theirs["counters"]))
-    fine = "they are the same" if ours["dtype"] == "fp32" else f"no depth is accepted in {TOLERANCE:.0%} more rounds of one"
+    fine = (
+        "they are the same"
+        if ours["dtype"] == "fp32"
+        else f"no depth is accepted in {TOLERANCE:.0%} more rounds of one"
+    )
     print(fine if not wrong else f"error: {wrong} of them differ")
     return int(bool(wrong))
 

@@ -9,8 +9,11 @@ import pytest
 from decode.arms import arms_of
 from decode.choice import CHAIN, DYNAMIC
 from decode.cost import Cost
+from decode.engine import PHASES, Generation, Round, Step
+from decode.engine import Run as Decoded
+from decode.figures import seconds_of, tokens_of
 from decode.opening import open_tokenizer
-from decode.regimes import check, crossing, prompts_of, regimes, sweeps_of
+from decode.regimes import busy, check, crossing, prompts_of, regimes, sweeps_of
 from models.drafter import Budget
 from runs import changed, composed
 
@@ -59,6 +62,15 @@ def test_a_sweep_varies_one_thing() -> None:
         (CHAIN, Budget((), 2, 1, 1)), (CHAIN, Budget((), 3, 2, 1)),
     ]  # fmt: skip
     assert [(one.kind, one.budget.nodes) for one in sweeps["nodes of a tree"].values()] == [(DYNAMIC, 2), (DYNAMIC, 4)]
+
+
+def test_a_batch_counts_while_all_its_rows_write() -> None:
+    step, seconds = Step(0, (), 0, 1), dict.fromkeys(PHASES, 1.0)
+    generations = [Generation(row, [7] * (count + 1), False, [step] * count) for row, count in enumerate((3, 5, 0))]
+    turns = [Round(seconds, 0.0, 1, generations, []) for _ in range(5)]
+    found = busy(Decoded(generations, turns))
+    assert [len(one.steps) for one in found.generations] == [3, 3, 0]
+    assert (tokens_of(found), seconds_of(found)) == (6, 12.0)
 
 
 def test_the_crossing_lies_on_the_line() -> None:
