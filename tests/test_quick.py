@@ -5,11 +5,14 @@ from collections import Counter
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
-from conftest import Family, tiny_target
+from conftest import ARCHITECTURES, Family, stock_model, tiny_config, tiny_target
 from models.packed import pack, packs, same_input
 from models.quick import Attention, Gated, Norm, quicken, turn
+from models.source import from_random
+from models.target import differs, load_target
 
 pytestmark = pytest.mark.skipif(not packs(torch.device("cpu"), torch.float32), reason="oneDNN is not available")
 
@@ -30,6 +33,19 @@ def test_quick_parts_answer_as_transformers_does_far_into_the_context(family: Fa
     ours = family.target.features(ids, torch.ones_like(ids, dtype=torch.bool), torch.tensor([130, 130])).last_hidden
     theirs = family.stock.base_model(input_ids=ids, use_cache=False).last_hidden_state
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not packs(torch.device("cpu"), torch.bfloat16), reason="no kernels for bf16 here")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@torch.inference_mode()
+def test_in_bf16_no_part_rounds_worse_than_the_stock_one(architecture: str) -> None:
+    folder = from_random(tiny_config(architecture))
+    ours = load_target(folder, architecture, dtype="bf16", device="cpu")
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    ids = torch.randint(3, ours.config.vocab_size, (1, 20), generator=torch.Generator().manual_seed(0))
+    exact = stock_model(folder)(input_ids=ids, use_cache=False).logits
+    quick = ours.logits(ours.body(input_ids=ids, use_cache=False).last_hidden_state)
+    assert differs(quick, exact) < 1.5 * differs(stock(input_ids=ids, use_cache=False).logits, exact)
 
 
 @torch.inference_mode()
