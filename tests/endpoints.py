@@ -25,7 +25,7 @@ class Served:
     asked: list[dict[str, Any]] = field(default_factory=list)  # bodies, in the order in which they came
     answered: list[dict[str, Any]] = field(default_factory=list)  # those that got their answer whole
     headers: list[dict[str, str]] = field(default_factory=list)
-    together: int = 0  # requests at once, at most
+    together: int = 0  # requests under way at once, at most, until their answers are sent
     busy: int = 0
     tries: Counter[str] = field(default_factory=Counter)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -61,15 +61,18 @@ def serving(served: Served) -> Iterator[Served]:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             before = served.enter({**body, "path": self.path}, dict(self.headers))
             try:
-                if (trouble := served.trouble(body, before)) is not None:
+                trouble = served.trouble(body, before)
+                told = served.reply(body) if trouble is None else None
+            finally:
+                served.leave()  # before it is sent: whoever holds the answer may ask again at once
+            try:
+                if trouble is not None:
                     return trouble(self)
-                send(self, served.reply(body))
+                send(self, told)
                 with served.lock:
                     served.answered.append(body)
             except (BrokenPipeError, ConnectionResetError):
                 pass  # the asker had lost its patience
-            finally:
-                served.leave()
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True
