@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from models.packed import declared, pack
+from models.quick import quicken_norms
 from models.sampling import Voice
 from models.tree import TokenTree
 
@@ -139,6 +140,7 @@ class Drafter(nn.Module):
     def ready(self) -> None:
         """Called once before decoding, where packed weights pay: on a CPU."""
         pack(self, declared(self))
+        quicken_norms(self)
 
     def begin(self, rows: int, capacity: int) -> Any:
         """The drafter's own memory of `rows` sequences of up to `capacity` tokens, or None."""

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
-from models.quick import Norm
 from models.sight import Looking, Sight, grouped
 from models.transfer import sent
 
@@ -93,11 +92,6 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, states: Tensor) -> Tensor:
         return super().forward(states.to(self.weight.dtype))
-
-    def quick(self) -> Norm:
-        """The same norm for decoding."""
-        assert self.eps is not None
-        return Norm(self.weight, self.eps)
 
 
 class Attention(nn.Module):

@@ -2,7 +2,7 @@
 
 At the sizes of a small target an operation costs about as much to start as to do: transformers' norm is six of them and
 its rotation of queries and keys fourteen, in every layer; and calling its layers takes a fifth as long as what they do.
-B rows, N tokens, H heads, D head width, W width.
+B rows, N tokens, H heads, D head width.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,13 +32,13 @@ class Norm(nn.Module):
         super().__init__()
         self.weight, self.eps = nn.Parameter(weight.detach(), requires_grad=False), eps
         self.twice = torch.cat([weight, weight]).detach()
-        self.width, self.few = (len(weight),), FEW * len(weight)
+        self.shape, self.few = weight.shape, FEW * len(weight)
 
     def forward(self, states: Tensor) -> Tensor:
         if states.numel() > self.few:
-            return nn.functional.rms_norm(states, self.width, self.weight, self.eps)
+            return nn.functional.rms_norm(states, self.shape, self.weight, self.eps)
         both = torch.cat((states, -states), dim=-1)
-        return nn.functional.layer_norm(both, self.twice.shape, self.twice, None, self.eps)[..., : self.width[0]]
+        return nn.functional.layer_norm(both, self.twice.shape, self.twice, None, self.eps)[..., : self.shape[0]]
 
 
 class Attention(nn.Module):
@@ -176,11 +176,10 @@ def alike_in(model: nn.Module, run: Callable[[], object], within: float) -> dict
     def note(stock: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         calls[stock] = args, kwargs
 
-    hooks = [
-        part.register_forward_hook(note, with_kwargs=True)
-        for part in model.modules()
-        if next(twins_of(part), None) is not None
-    ]
+    might = [part for part in model.modules() if next(twins_of(part), None) is not None]
+    if not might:
+        return {}
+    hooks = [part.register_forward_hook(note, with_kwargs=True) for part in might]
     run()
     for hook in hooks:
         hook.remove()
@@ -189,6 +188,12 @@ def alike_in(model: nn.Module, run: Callable[[], object], within: float) -> dict
         for stock in calls
     }
     return {stock: twin for stock, twin in found.items() if twin is not None}
+
+
+def quicken_norms(model: nn.Module) -> None:
+    """Put twins in the places of torch's own norms under `model`, which need no trial."""
+    norms = [part for part in model.modules() if isinstance(part, nn.RMSNorm)]
+    swap(model, {norm: Norm(norm.weight, norm.eps) for norm in norms if norm.eps is not None})
 
 
 def alike(twin: nn.Module, stock: nn.Module, call: Call, within: float) -> bool:

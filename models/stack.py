@@ -11,8 +11,7 @@ from torch import Tensor
 
 from models.drafter import Budget, Committed, Drafter, ahead
 from models.growth import grow
-from models.layer import Layer, Pair, PlainLayer, RMSNorm
-from models.packed import swap
+from models.layer import Layer, Pair, PlainLayer
 from models.sampling import Voice
 from models.tree import TokenTree
 from models.vocabulary import DraftVocabulary
@@ -46,10 +45,6 @@ class FeatureDrafter(Drafter):
     def says(self, state: Tensor) -> Tensor:
         """Logits [..., V] of the stack's state."""
         raise NotImplementedError
-
-    def ready(self) -> None:
-        super().ready()
-        swap(self, {norm: norm.quick() for norm in self.modules() if isinstance(norm, RMSNorm)})
 
     def begin(self, rows: int, capacity: int) -> "Memory":
         """Room for the keys and values of verified pairs."""

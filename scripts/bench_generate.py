@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from bench_round import by_generate
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
@@ -18,7 +19,7 @@ from conf import command
 from conf.schema import Run
 from decode.arms import arms_of
 from decode.engine import generate
-from decode.figures import DRAWS, Figure
+from decode.figures import Figure, Tally, bootstrap, speedup
 from decode.opening import open_drafter, open_target, open_tokenizer, served_folder
 from decode.prompts import choose
 from models.drafter import Budget, Plain
@@ -31,33 +32,24 @@ def ways_of(run: Run) -> dict[str, Way]:
     """Every way to decode, by name."""
     arms, target = arms_of(run), open_target(run.target)
     stock: Any = AutoModelForCausalLM.from_pretrained(served_folder(run.target), dtype=target.dtype).eval()
-    ends = sorted(target.end_tokens)
 
     def ours(drafter: Any, budget: Budget) -> Way:
         return lambda prompt, most: len(generate(target, drafter, [prompt], most, budget).generations[0].tokens)
 
     def theirs(cache: str | None) -> Way:
-        how = {"do_sample": False, "eos_token_id": ends, "pad_token_id": 0, "disable_compile": True}
-        how |= {"cache_implementation": cache} if cache else {}
-        return lambda prompt, most: (
-            stock.generate(torch.tensor([prompt]), max_new_tokens=most, **how).shape[1] - len(prompt)
-        )
+        return lambda prompt, most: len(by_generate(stock, target, prompt, most, cache))
 
     drafted = {arm.name: ours(open_drafter(arm.folder, arm.card, target), arm.budget) for arm in arms}
     return drafted | {"plain": ours(Plain(), Budget(nodes=1))} | {name: theirs(cache) for name, cache in CACHES.items()}
 
 
 def ratio(ours: Tensor, theirs: Tensor) -> Figure:
-    """Tokens over seconds of `ours` [2, S] over those of `theirs`, resampling the S prompts together."""
-    index = torch.randint(ours.shape[1], (DRAWS, ours.shape[1]), generator=torch.Generator().manual_seed(0))
-
-    def speeds(counts: Tensor) -> Tensor:
-        tokens, seconds = counts.sum(-1)
-        return tokens / seconds
-
-    drawn = speeds(ours[:, index]) / speeds(theirs[:, index])
-    bounds = torch.tensor([0.025, 0.975], dtype=torch.float64)
-    return Figure((speeds(ours) / speeds(theirs)).item(), *drawn.quantile(bounds).tolist())
+    """Tokens over seconds of `ours` [2, S] over those of `theirs`."""
+    blank = torch.zeros_like(ours[0])
+    tally = Tally(*(blank for _ in Tally._fields))
+    return bootstrap(
+        tally._replace(tokens=ours[0], seconds=ours[1], plain_tokens=theirs[0], plain_seconds=theirs[1]), speedup
+    )
 
 
 def bench(run: Run) -> None:

@@ -127,24 +127,22 @@ def take_apart(target: Target, drafter: Drafter, budget: Budget, prompt: list[in
         parts.bare.append(replay(calls, target))
 
 
+def by_generate(stock: PreTrainedModel, target: Target, prompt: list[int], count: int, cache: str | None) -> list[int]:
+    """Up to `count` tokens after `prompt` by transformers' own greedy generation, with its dynamic cache where `cache` is None."""
+    how = {"do_sample": False, "eos_token_id": sorted(target.end_tokens), "pad_token_id": 0, "disable_compile": True}
+    how |= {"cache_implementation": cache} if cache else {}
+    return stock.generate(torch.tensor([prompt]), max_new_tokens=count, **how)[0, len(prompt) :].tolist()  # type: ignore[operator]
+
+
 def against_generate(target: Target, stock: PreTrainedModel, prompt: list[int], limit: int) -> dict[str, Times]:
     """Milliseconds a token of our plain decoding and of transformers' generate with either cache, after the first token.
 
     Reading the prompt is in all of them; it is taken off as the time of one token alone.
     """
-    ids, how = (
-        torch.tensor([prompt]),
-        {"do_sample": False, "eos_token_id": sorted(target.end_tokens), "pad_token_id": 0},
-    )
-
-    def theirs(cache: str | None, count: int) -> list[int]:
-        more = {"cache_implementation": cache} if cache else {}
-        return stock.generate(ids, max_new_tokens=count, disable_compile=True, **how, **more)[0, len(prompt) :].tolist()  # type: ignore[operator]
-
     arms: dict[str, Callable[[int], list[int]]] = {
         "ours": lambda count: generate(target, Plain(), [prompt], count, Budget(nodes=1)).generations[0].tokens,
-        "dynamic cache": lambda count: theirs(None, count),
-        "static cache": lambda count: theirs("static", count),
+        "dynamic cache": lambda count: by_generate(stock, target, prompt, count, None),
+        "static cache": lambda count: by_generate(stock, target, prompt, count, "static"),
     }
     texts = {name: arm(limit) for name, arm in arms.items()}
     if len({tuple(text) for text in texts.values()}) > 1:

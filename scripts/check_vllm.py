@@ -2,8 +2,8 @@
 
 `python scripts/check_vllm.py conf=NAME`: exports the drafter in every layout of its that vLLM reads, decodes the prompts, and
 leaves expected.json beside them. A draft model, which needs no export, is served as it is, or written out where it is the
-target's own first layers. `--compare FOLDER` then lays what vLLM left beside it: in fp32 both must be equal. In bf16 (CHECK_DTYPE) two programs round differently and their texts part,
-so acceptance must be: within TOLERANCE at every depth.
+target's own first layers. `--compare FOLDER` then lays what vLLM left beside it: in fp32 (CHECK_DTYPE) both must be equal. In
+bf16 two programs round differently and their texts part, so acceptance must be, within TOLERANCE at every depth.
 """
 
 import json
@@ -27,9 +27,7 @@ from models.tree import chain
 from train.export import export, guesses, trained
 
 TOKENS = 64
-TOLERANCE = (
-    0.05  # of bf16, in the share of rounds that accept as deep as that: over 20 prompts chance alone makes about 0.02
-)
+TOLERANCE = 0.05  # in the share of rounds that accept so deep: over 20 prompts chance alone makes about 0.02
 ROWS = 5  # side by side, to save time; each is decoded as if alone
 COUNTERS = ("drafts", "drafted", "accepted", "per_position")
 
@@ -57,7 +55,7 @@ def expect(run: Run) -> None:
         "target": str(served_folder(run.target)),
         "served": {layout: {**told, "num_speculative_tokens": depth} for layout, told in served.items()},
         "depth": depth,
-        "dtype": run.target.dtype,
+        "dtype": str(target.dtype).removeprefix("torch."),
         "tokens": TOKENS,
         "prompts": prompts,
         "texts": plain,
@@ -113,6 +111,7 @@ def counted(generations: list[Generation], depth: int) -> dict[str, Any]:
 def compare(home: Path) -> int:
     """Print both rows for every layout that was served; 1 where they differ by more than they may."""
     ours, wrong = json.loads((home / "expected.json").read_text()), 0
+    strict = ours["dtype"] == "float32"
     print(
         f"{len(ours['prompts'])} prompts, {TOKENS} tokens, chains of {ours['depth']}, {ours['dtype']}, greedy, one sequence at a time"
     )
@@ -123,12 +122,8 @@ def compare(home: Path) -> int:
         same = theirs["texts"] == ours["texts"]
         print(row(f"vLLM {theirs['version']}, {file.stem.removeprefix('served_')}", same, theirs["counters"]))
         exact = same and ours["equal"] and theirs["counters"] == ours["counters"]
-        wrong += not (exact if ours["dtype"] == "fp32" else alike(ours["counters"], theirs["counters"]))
-    fine = (
-        "they are the same"
-        if ours["dtype"] == "fp32"
-        else f"no depth is accepted in {TOLERANCE:.0%} more rounds of one"
-    )
+        wrong += not (exact if strict else alike(ours["counters"], theirs["counters"]))
+    fine = "they are the same" if strict else f"no depth is accepted in {TOLERANCE:.0%} more rounds of one"
     print(fine if not wrong else f"error: {wrong} of them differ")
     return int(bool(wrong))
 

@@ -13,12 +13,12 @@ from rich.progress import track
 
 from conf import command
 from conf.schema import Run
-from decode.arms import arm_of, arms_of, as_tuned
+from decode.arms import arms_of
 from decode.engine import Run as Decoded
 from decode.engine import generate
 from decode.figures import Sample, Tally, bootstrap, plain_speed, speedup, tau
 from decode.measure import in_turn
-from decode.opening import find_drafter, open_drafter, open_target, open_tokenizer
+from decode.opening import open_drafter, open_target, open_tokenizer
 from decode.prompts import choose
 from models.drafter import Budget, Drafter, Plain
 
@@ -31,9 +31,7 @@ def swept(run: Run) -> dict[str, Budget]:
     how = run.decode
     chains = {f"chain of {depth}": Budget.chain(depth) for depth in CHAINS if depth <= how.depth}
     trees = {
-        f"tree of {nodes}" + f", paths of at least {floor:g}" * bool(floor): Budget(
-            (), nodes, how.depth, how.branch, floor
-        )
+        f"tree of {nodes}, paths of at least {floor:g}": Budget((), nodes, how.depth, how.branch, floor)
         for nodes in SIZES
         for floor in FLOORS
     }
@@ -43,9 +41,8 @@ def swept(run: Run) -> dict[str, Budget]:
 def compare(run: Run) -> None:
     """Decode with every proposal in turn, and print what each was worth."""
     console, how = Console(), run.decode
-    arm = arms_of(replace(run, decode=replace(how, tree="auto", beside=[])))[0]
-    tuned = as_tuned(run, arm.name, find_drafter(run))
-    budgets = {PLAIN: Budget(nodes=1), CHOICE: arm_of(arm.name, find_drafter(run), tuned).budget, **swept(run)}
+    arm = arms_of(replace(run, decode=replace(how, tree="tuned", beside=[])))[0]
+    budgets = {PLAIN: Budget(nodes=1), CHOICE: arm.budget, **swept(run)}
     chosen = choose(how.bench, open_tokenizer(run.target), how.prompts, how.longest, 1)
     prompts = [(bench, dialogue.prompt()) for bench, dialogues in chosen.items() for dialogue in dialogues]
     target = open_target(run.target)

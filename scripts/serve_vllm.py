@@ -18,7 +18,7 @@ def serve(home: Path, layout: str) -> None:
     asked = json.loads((home / "expected.json").read_text())
     llm = LLM(
         model=asked["target"],
-        dtype={"fp32": "float32", "bf16": "bfloat16"}[asked["dtype"]],
+        dtype=asked["dtype"],
         enforce_eager=True,
         max_model_len=1024,
         max_num_seqs=1,
