@@ -19,7 +19,9 @@ from models.target import Target
 from models.tree import TokenTree
 
 PHASES = ("draft", "verify", "accept", "keep")
-TOGETHER = 16  # of so many rows one may stand empty until prompts are read for all that do
+TOGETHER = (
+    16  # prompts are read at a time; and of so many rows one may stand empty until prompts are read for all that do
+)
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,7 @@ class Seats:
         self.sitting: list[Generation | None] = [None] * rows
         self.draws: list[Draw] = [sampling.draw(0)] * rows
         self.cache: KVCache = target.cache(rows, longest + limit + nodes)
-        self.committed: Committed
+        self.committed = nothing(target, rows)
         self.left: list[Generation] = []  # finished, not yet handed out
         self.prefill = 0.0  # seconds that the last `fill` spent reading prompts
 
@@ -207,9 +209,10 @@ class Seats:
         if any(self.sitting) and len(free) < min(len(self.sitting) // TOGETHER, len(self.waiting)):
             free = []  # a few more, and all are read in one pass
         while free:
-            self._seat(free, [self.waiting.popleft() for _ in free])
+            some = free[:TOGETHER]  # about equally long, and enough for full speed
+            self._seat(some, [self.waiting.popleft() for _ in some])
             self.prefill += clock.lap()
-            free = [row for row in free if self.sitting[row] is None][: len(self.waiting)]  # ended at once
+            free = [row for row in free if self.sitting[row] is None][: len(self.waiting)]  # one may end at once
         return any(self.sitting)
 
     def _seat(self, free: list[int], prompts: list[tuple[int, Sequence[int]]]) -> None:
@@ -233,19 +236,19 @@ class Seats:
             first.bonus,
             torch.ones_like(first.bonus, dtype=torch.bool),
         )
-        self.committed = (
-            said if len(free) == len(self.sitting) else place(self.committed, said, rows.to(self.target.device))
-        )
+        self.committed = place(self.committed, said, rows.to(self.target.device))
         for row, token in zip(free, first.bonus.tolist(), strict=True):
             self._say(row, [token])
 
     def shrink(self) -> None:
-        """Once nobody waits and half the rows are empty, drop those."""
+        """Once nobody waits, drop the empty rows: the last ones take their places."""
         taken = [row for row, who in enumerate(self.sitting) if who is not None]
-        if self.waiting or 2 * len(taken) > len(self.sitting):
+        if self.waiting or len(taken) == len(self.sitting):
             return
-        self.sitting, self.draws = [self.sitting[row] for row in taken], [self.draws[row] for row in taken]
-        rows = torch.tensor(taken)
+        last = iter(row for row in taken if row >= len(taken))
+        order = [row if self.sitting[row] is not None else next(last) for row in range(len(taken))]
+        self.sitting, self.draws = [self.sitting[row] for row in order], [self.draws[row] for row in order]
+        rows = torch.tensor(order)
         self.cache.select(rows)
         held = self.committed
         parts = (held.tokens, held.length, held.features, held.hidden, held.bonus, held.fresh)
@@ -312,6 +315,13 @@ def odds_of(tree: TokenTree) -> list[tuple[tuple[int, float], ...]]:
         return [()] * len(tree.tokens)
     rows = zip(tree.depth.tolist(), tree.scores.tolist(), tree.valid.sum(-1).tolist(), strict=True)
     return [tuple(zip(depth[1:used], score[1:used], strict=True)) for depth, score, used in rows]
+
+
+def nothing(target: Target, rows: int) -> Committed:
+    """What stands in `rows` rows before a prompt is read."""
+    none, width = torch.zeros(rows, dtype=torch.long, device=target.device), target.ends.head.shape[1]
+    blank = torch.empty(rows, 0, width, dtype=target.dtype, device=target.device)
+    return Committed(none[:, None][:, :0], none, blank.repeat(1, 1, len(target.taps)), blank, none, none.bool())
 
 
 def place(old: Committed, new: Committed, rows: Tensor) -> Committed:

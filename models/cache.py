@@ -8,19 +8,26 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+GROWTH = 64  # tokens a row by which a cache in one piece grows
+
 
 class KVCache(Cache):
     """Room for `rows` sequences of up to `capacity` tokens.
 
     A prompt is written by the pass after `fill`; every other pass appends node i of row b at `lengths[b] + i`
     and `keep` then says which of those nodes stay.
+
+    A pass sees the slots in use, a slice of the store. With `whole` it sees all there are, in one piece, which products
+    that need it so then do not copy; and there are few more than are in use, for the store grows with the text.
     """
 
-    def __init__(self, layers: int, rows: int, capacity: int, device: torch.device | str = "cpu"):
+    def __init__(self, layers: int, rows: int, capacity: int, device: torch.device | str = "cpu", whole: bool = False):
         self.lengths = torch.zeros(rows, dtype=torch.long)  # on the host: slots and slices are computed from it
-        self.capacity = capacity
+        self.capacity, self.whole = capacity, whole
+        self.room = 0 if whole else capacity
+        self.seen = 0  # slots that this pass sees
         self.where = torch.device(device)
-        self.store: Tensor | None = None  # [L, 2, B, H, capacity, D]
+        self.store: Tensor | None = None  # [L, 2, B, H, room, D]
         self.filled: Tensor | None = None  # rows whose prompts are being read
         self.slots = torch.empty(0)  # [B, N] where the nodes of this pass go
         self.rows = torch.empty(0)  # [B, 1]
@@ -34,6 +41,8 @@ class KVCache(Cache):
             raise ValueError(
                 f"the cache holds {self.capacity} tokens a row and this pass needs {self.end}; ask for fewer new tokens or a smaller tree"
             )
+        self.reach(self.end)
+        self.seen = self.room if self.whole else self.end
         self.aligned = bool((self.lengths == self.lengths[0]).all())
         self.rows = torch.arange(len(self.lengths), device=self.where)[:, None]
         self.slots = (self.lengths[:, None] + known + torch.arange(nodes)).to(self.where)
@@ -44,6 +53,23 @@ class KVCache(Cache):
             raise ValueError(f"a prompt of {int(lengths.max())} tokens does not fit a cache of {self.capacity} tokens")
         self.filled = rows.to(self.where)
         self.lengths[rows] = lengths
+
+    def reach(self, end: int) -> None:
+        """Have room for `end` tokens a row."""
+        if end <= self.room:
+            return
+        self.room = min(-(-end // GROWTH) * GROWTH, self.capacity)
+        if self.store is not None:
+            grown = self.store.new_zeros(*self.store.shape[:4], self.room, self.store.shape[5])
+            grown[..., : self.store.shape[4], :] = self.store
+            self._hold(grown)
+
+    def _hold(self, store: Tensor) -> None:
+        """Let every layer that has begun write to its share of `store`."""
+        self.store = store
+        for layer, pair in zip(self.layers, store, strict=True):
+            assert isinstance(layer, _Layer)
+            layer.keys, layer.values = pair
 
     @torch.inference_mode()  # the store was made by the target's passes, which run in it
     def keep(self, path: Tensor, length: Tensor) -> None:
@@ -64,13 +90,14 @@ class KVCache(Cache):
         self.lengths[slice(None) if rows is None else rows] = 0
 
     def select(self, rows: Tensor) -> None:
-        """Hold only `rows` [R] from now on, in this order."""
+        """Hold only `rows` [R] from now on, in this order; those that keep their places are not copied."""
         self.lengths = self.lengths[rows]
-        if self.store is not None:
-            self.store = self.store[:, :, rows.to(self.where)]
-            for layer, pair in zip(self.layers, self.store, strict=True):
-                assert isinstance(layer, _Layer)
-                layer.keys, layer.values = pair
+        if self.store is None:
+            return
+        moved = (rows != torch.arange(len(rows))).nonzero().flatten()
+        with torch.inference_mode():
+            self.store[:, :, moved.to(self.where)] = self.store[:, :, rows[moved].to(self.where)]
+        self._hold(self.store[:, :, : len(rows)])
 
 
 class _Layer(CacheLayerMixin):
@@ -89,7 +116,7 @@ class _Layer(CacheLayerMixin):
         if (
             owner.store is None
         ):  # zeros, not empty: a hidden slot still meets the softmax's weight 0, and 0 * NaN is NaN
-            shape = (len(owner.layers), 2, len(owner.lengths), heads, owner.capacity, width)
+            shape = (len(owner.layers), 2, len(owner.lengths), heads, owner.room, width)
             owner.store = key_states.new_zeros(shape)
         if owner.store.shape[3] != heads or owner.store.shape[5] != width or value_states.shape != key_states.shape:
             raise ValueError(
@@ -102,9 +129,10 @@ class _Layer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Store the new keys and values [B, H, N, D]; return everything the row's mask may look at."""
+        owner, new = self.owner, key_states.shape[2]
+        owner.reach(new)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        owner, new = self.owner, key_states.shape[2]
         pairs = ((self.keys, key_states), (self.values, value_states))
         if owner.filled is not None:
             for store, states in pairs:
@@ -115,7 +143,7 @@ class _Layer(CacheLayerMixin):
                 store[:, :, owner.end - new : owner.end] = states
             else:
                 store[owner.rows, :, owner.slots] = states.transpose(1, 2)
-        return self.keys[:, :, : owner.end], self.values[:, :, : owner.end]
+        return self.keys[:, :, : owner.seen], self.values[:, :, : owner.seen]
 
     def get_seq_length(self) -> int:
         return 0 if self.owner.filled is not None else int(self.owner.lengths.max())

@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from models.attention import share_keys
+from models.attention import share_keys, wants_whole
 from models.cache import KVCache
 from models.drafter import FeatureBatch, Reading
 from models.ends import Ends
@@ -142,12 +142,14 @@ class Target:
         heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
         width = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
         row, free = 2 * len(self.layers) * heads * width * capacity * self.dtype.itemsize, free_memory(self.device)
+        whole = self.repeats > 1 and wants_whole(self.device, self.dtype, rows * capacity)
+        row *= 2 if whole else 1  # while it grows, old and new stand side by side
         if rows * row > free:
             raise ValueError(
                 f"{rows} rows of {capacity:,} tokens need {rows * row / 1e9:.1f} GB for keys and values and {free / 1e9:.1f} GB are free; "
                 f"at most {free // row} rows fit"
             )
-        return KVCache(len(self.layers), rows, capacity, self.device)
+        return KVCache(len(self.layers), rows, capacity, self.device, whole)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of final hidden states [..., D]."""
@@ -173,7 +175,7 @@ class Target:
         cache.open(tree.tokens.shape[1] - known, known)
         before = cache.lengths.to(self.device)[:, None]
         position = before + tree.depth
-        slot = torch.arange(cache.end, device=self.device)
+        slot = torch.arange(cache.seen, device=self.device)
         node = slot - before  # [B, S] below 0 in the history, otherwise a node of this tree
         held = node < 0
         index = node.clamp(0, tree.tokens.shape[1] - 1)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from models.cache import KVCache
+from models.cache import GROWTH, KVCache
 
 LAYERS, HEADS, WIDTH = 2, 3, 4
 
@@ -28,7 +28,8 @@ def step(cache: KVCache, count: int, first: int) -> list[tuple[Tensor, Tensor]]:
         back = cache.update(*new, layer)
         for row, length in enumerate(cache.lengths.tolist()):
             for all_, fresh in zip(back, new, strict=True):
-                assert all_.shape[2] == int(cache.lengths.max()) + count
+                assert all_.shape[2] == (cache.room if cache.whole else int(cache.lengths.max()) + count)
+                assert not cache.whole or all_.is_contiguous()
                 assert all_[row, :, length : length + count].equal(fresh[row])
         given.append(new)
     return given
@@ -151,11 +152,38 @@ def test_layers_of_different_shapes_are_refused() -> None:
         cache.update(narrow, narrow, 1)
 
 
+def test_a_cache_in_one_piece_grows_and_shows_all_of_it() -> None:
+    cache, twin = KVCache(LAYERS, 2, 3 * GROWTH // 2, whole=True), KVCache(LAYERS, 2, 3 * GROWTH // 2)
+    for turn in range(4):
+        for one in (cache, twin):
+            step(one, 20, turn)
+            one.keep(torch.arange(20).expand(2, 20), torch.tensor([20, 20 - turn]))
+        assert_holds(cache, held(twin))
+        assert cache.room == (GROWTH if turn < 3 else 3 * GROWTH // 2)
+    with pytest.raises(ValueError, match="the cache holds 96 tokens a row and this pass needs 100"):
+        cache.open(20)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_rows_that_are_selected_take_their_text_along(whole: bool) -> None:
+    cache = KVCache(LAYERS, 4, 16, whole=whole)
+    step(cache, 3, 0)
+    cache.keep(torch.arange(3).expand(4, 3), torch.tensor([3, 1, 2, 3]))
+    before = held(cache)
+    kept = [[tuple(part.clone() for part in layer[row]) for row in (0, 3, 2)] for layer in before]
+    cache.select(torch.tensor([0, 3, 2]))
+    assert cache.lengths.tolist() == [3, 3, 2]
+    assert_holds(cache, kept)  # type: ignore[arg-type]
+    given = step(cache, 1, 40)
+    cache.keep(torch.zeros(3, 1, dtype=torch.long), torch.ones(3, dtype=torch.long))
+    assert held(cache)[1][1][0][:, 3:].equal(given[1][0][1])
+
+
 @settings(max_examples=25, deadline=None)
-@given(st.data(), st.integers(1, 3))
-def test_any_rounds_leave_what_a_list_of_tokens_would_hold(data: st.DataObject, rows: int) -> None:
+@given(st.data(), st.integers(1, 3), st.booleans())
+def test_any_rounds_leave_what_a_list_of_tokens_would_hold(data: st.DataObject, rows: int, whole: bool) -> None:
     """Passes, kept paths, and rows that leave and come back with a prompt."""
-    cache = KVCache(LAYERS, rows, 60)
+    cache = KVCache(LAYERS, rows, 60, whole=whole)
     twin: list[list[list[Tensor]]] = [[[] for _ in range(rows)] for _ in range(LAYERS)]  # keys [H, D] of every token
     for turn in range(data.draw(st.integers(1, 5))):
         if turn and data.draw(st.booleans()):

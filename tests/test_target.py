@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from conftest import WINDOW, Family, stock_model, tiny_config, tiny_target
 from decode.engine import generate
+from models.attention import MANY, by_products
 from models.drafter import Budget, Plain
 from models.source import Identity, byte_tokenizer, from_random
 from models.target import Target, load_target, resolve_dtype
@@ -248,12 +249,14 @@ def test_a_frozen_target_wants_no_gradient(llama: Family) -> None:
     assert not any(parameter.requires_grad for parameter in llama.target.model.parameters())
 
 
-def test_bf16_decoding_of_a_tree_stays_near_fp32(llama: Family) -> None:
+@pytest.mark.parametrize("capacity", [40, MANY], ids=["by torch's attention", "by products of all there is room for"])
+def test_bf16_decoding_of_a_tree_stays_near_fp32(llama: Family, capacity: int) -> None:
     folder = from_random(tiny_config("llama"))
     target = load_target(folder, "llama", dtype="bf16", device="cpu")
     assert target.dtype == torch.bfloat16
     assert target.identity.fingerprint == llama.target.identity.fingerprint
-    cache = target.cache(1, 40)
+    cache = target.cache(1, capacity)
+    assert cache.whole == (capacity == MANY)
     target.prefill(torch.tensor([PROMPTS[0]]), torch.tensor([21]), cache)
     parents, tokens = [-1, 0, 1, 0], [5, 6, 7, 8]
     tree = TokenTree(torch.tensor([tokens]), torch.tensor([parents]), torch.ones(1, 4, dtype=torch.bool))
@@ -266,6 +269,14 @@ def test_bf16_decoding_of_a_tree_stays_near_fp32(llama: Family) -> None:
 def test_an_unknown_precision_is_refused() -> None:
     with pytest.raises(ValueError, match="dtype=int3 is unknown; use auto, bf16, fp32, fp16, fp64"):
         resolve_dtype("int3", torch.device("cpu"))
+
+
+def test_attention_written_out_is_torchs() -> None:
+    query, key, value = (torch.randn(2, 3, count, 8, dtype=torch.float64) for count in (6, 11, 11))
+    mask = torch.zeros(2, 1, 6, 11, dtype=torch.float64)
+    mask[..., 1:].masked_fill_(torch.rand(2, 1, 6, 10) < 0.5, torch.finfo(torch.float64).min)
+    theirs = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3)
+    torch.testing.assert_close(by_products(query, key, value, mask, 0.3), theirs)
 
 
 def test_a_tree_reads_every_key_once_for_all_the_heads_that_share_it(
