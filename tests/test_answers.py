@@ -1,6 +1,7 @@
 """Prompts alone become conversations: the target answers them once."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,14 @@ def test_only_what_is_needed_is_asked_and_what_was_asked_is_known(
     assert asked(every) == texts
     assert "answers 15 prompts" in capsys.readouterr().out
     assert [row for row in every if row in few] == few
+
+
+def test_runs_that_ask_at_once_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [run_of(prompts(tmp_path / f"{name}.jsonl", f"{name} one", f"{name} two")) for name in ("ours", "theirs")]
+    with ThreadPoolExecutor() as pool:
+        both = list(pool.map(conversations_for, runs))
+    monkeypatch.setattr(answers, "answer", None)
+    assert [conversations_for(run) for run in runs] == both
 
 
 def test_what_has_an_answer_keeps_it(tmp_path: Path) -> None:

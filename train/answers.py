@@ -1,9 +1,11 @@
 """Prompts become conversations: what nobody has answered the target answers, once, into the user's cache."""
 
+import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,25 +64,46 @@ def worth_asking(path: str, rows: Sequence[Row]) -> dict[str, Row]:
 def answers_to(run: Run, prompts: Mapping[str, Row]) -> dict[str, Row]:
     """What the target answers to `prompts`, but those that are too long; all that it ever answered on these terms is kept."""
     file = kept_in(run, "answers")
-    known = {row["id"]: row for row in conversations_of(file)} if file.exists() else {}
-    if missing := {key: row for key, row in prompts.items() if key not in known}:
-        asked, out = (file.with_name(f".{file.name}.{part}.jsonl") for part in ("prompts", "new"))
-        write_rows(asked, ({"id": key, "messages": row["messages"]} for key, row in missing.items()))
-        ask(run, str(asked), out, f"{len(missing):,} prompts of {run.data.path}")
-        too_long = {key: {"id": key, "messages": row["messages"]} for key, row in missing.items()}
-        known |= too_long | {row["id"]: row for row in conversations_of(out)}
-        write_rows(file, known.values())
-        for part in (asked, out):
-            part.unlink()
+    with one_at_a_time(file.parent):
+        known = {row["id"]: row for row in conversations_of(file)} if file.exists() else {}
+        if missing := {key: row for key, row in prompts.items() if key not in known}:
+            these = hashlib.sha256("".join(missing).encode()).hexdigest()[:8]  # others may have been half answered
+            asked, out = (file.with_name(f".{file.name}.{these}.{part}.jsonl") for part in ("prompts", "new"))
+            write_rows(asked, ({"id": key, "messages": row["messages"]} for key, row in missing.items()))
+            ask(run, str(asked), out, f"{len(missing):,} prompts of {run.data.path}")
+            too_long = {key: {"id": key, "messages": row["messages"]} for key, row in missing.items()}
+            known |= too_long | {row["id"]: row for row in conversations_of(out)}
+            write_rows(file, known.values())
+            for part in (asked, out):
+                part.unlink()
     return {key: known[key] for key in prompts if not unanswered(known[key])}
 
 
 def imagined_by(run: Run) -> Path:
     """The file of conversations for which the target wrote the questions, too."""
     file = kept_in(run, "imagined", run.regenerate.count, run.data.near)
-    if not file.exists():
-        ask(run, IMAGINED, file, f"{run.regenerate.count:,} questions of its own")
+    with one_at_a_time(file.parent):
+        if not file.exists():
+            ask(run, IMAGINED, file, f"{run.regenerate.count:,} questions of its own")
     return file
+
+
+@contextmanager
+def one_at_a_time(home: Path) -> Iterator[None]:
+    """Within, no other run asks for what is kept in the folder `home`: who comes second waits, and then finds it answered.
+
+    The lock is the kernel's, on the folder itself: it leaves no file, and a killed process gives it back.
+    """
+    folder = os.open(home, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"another run has the target answer prompts into {home}; this one waits for it", flush=True)
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def kept_in(run: Run, what: str, *terms: Any) -> Path:
