@@ -170,7 +170,8 @@ class Optim:
     )
     warmup: int = 50
     schedule: Schedule = Schedule.cosine
-    clip: float = 1.0
+    clip: float = 1.0  # of the gradient's norm
+    clip_value: float | None = None  # of each of its numbers, after that; null: none
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     precision: str = "auto"  # auto: bf16 autocast where the machine computes in it, else fp32

@@ -237,6 +237,8 @@ def test_an_engine_that_cannot_run_here_is_refused(monkeypatch):
     check(Kind.fsdp2, 2)
     with pytest.raises(ValueError, match=r"engine\.offload=true is for engine=zero1, zero2 or zero3, not fsdp2"):
         check(Kind.fsdp2, 2, offload=True)
+    with pytest.raises(ValueError, match=r"engine=zero1 clips the gradient's norm alone; set optim\.clip_value=null"):
+        check(Kind.zero1, 2, clip_value=0.5)
 
 
 @pytest.mark.parametrize(
@@ -334,7 +336,21 @@ def test_every_group_has_a_rate_of_its_own(llama):
     before = [head.weight.detach().clone() for head in drafter.lm_heads]
     engine.start(Trainee(drafter), optim)
     engine.learn(talk(), torch.tensor(1.0), last=True)
-    engine.step(rate(optim, 0), clip=1e9)
+    engine.step(rate(optim, 0), Optim(clip=1e9))
     moved = [(head.weight - was).abs().median().item() for head, was in zip(drafter.lm_heads, before, strict=True)]
     assert moved == pytest.approx([1e-3 / 4, 4 * 1e-3 / 4], rel=1e-3)
     assert [group["scale"] for group in optimizer_for(drafter.groups(), optim).param_groups] == [1.0, 4.0]
+
+
+def test_no_number_of_a_gradient_passes_its_own_limit(llama):
+    engine, optim = engine_for(Kind.auto), Optim(clip=1e9, clip_value=1e-3)
+    engine.start(Trainee(medusa(llama.target)), optim)
+    engine.learn(talk(), torch.tensor(1.0), last=True)
+    seen = []
+
+    def note(optimizer, args, kwargs):
+        seen.extend(parameter.grad.abs().max().item() for parameter in optimizer.param_groups[0]["params"])
+
+    engine.optimizer.register_step_pre_hook(note)
+    assert engine.step(1e-3, optim) > 1e-3
+    assert max(seen) == pytest.approx(1e-3)

@@ -130,7 +130,7 @@ def small(llama, out: Path, steps: int = 0) -> tuple:
     progress = Progress()
     for _ in range(steps):
         engine.learn(talk(), torch.tensor(9.0), last=True)
-        engine.step(1e-3, clip=1.0)
+        engine.step(1e-3, Optim())
         progress.step += 1
     return Keeper(out, {"a": "b"}, composed("log.keep=2"), loud=True), engine, progress
 

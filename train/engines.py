@@ -76,9 +76,13 @@ class Engine:
             self._backward(loss * self.ranks)  # ranks are averaged over; this is a sum
         return loss.detach()
 
-    def step(self, rate: float, clip: float) -> Tensor:
-        """Clip the gradient as a whole to `clip`, take a step at `rate` and forget it; the norm it had."""
-        norm = torch.nn.utils.clip_grad_norm_([p for _, p in self._trained()], clip)
+    def step(self, rate: float, optim: Optim) -> Tensor:
+        """Clip the gradient as `optim` says, take a step at `rate` and forget it; the norm it had."""
+        norm = torch.nn.utils.clip_grad_norm_([p for _, p in self._trained()], optim.clip)
+        if optim.clip_value is not None:
+            for _, parameter in self._trained():
+                if parameter.grad is not None:
+                    parameter.grad.clamp_(-optim.clip_value, optim.clip_value)
         self._set(rate)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -250,7 +254,7 @@ class Zero(Engine):
         optimizer = optimizer_for(trainee.groups(), optim)
         self.module, self.optimizer, *_ = deepspeed.initialize(model=anchored, optimizer=optimizer, config=config)
 
-    def step(self, rate: float, clip: float) -> Tensor:
+    def step(self, rate: float, optim: Optim) -> Tensor:
         self._set(rate)
         self.module.step()
         return torch.as_tensor(self.module.get_global_grad_norm(), dtype=torch.float32, device=self.device)
@@ -327,11 +331,15 @@ def engine_for(kind: Kind, offload: bool = False) -> Engine:
     return Fsdp2() if kind is Kind.fsdp2 else Engine()
 
 
-def check(kind: Kind, ranks: int, offload: bool = False) -> None:
+def check(kind: Kind, ranks: int, offload: bool = False, clip_value: float | None = None) -> None:
     """Raise ValueError where this kind of engine cannot run here on `ranks` processes."""
     if offload and kind not in STAGES:
         raise ValueError(
             f"engine.offload=true is for engine=zero1, zero2 or zero3, not {kind.value}; choose one of them or leave it out"
+        )
+    if clip_value is not None and kind in STAGES:
+        raise ValueError(
+            f"engine={kind.value} clips the gradient's norm alone; set optim.clip_value=null, or choose engine=ddp or fsdp2"
         )
     if kind in STAGES and importlib.util.find_spec("deepspeed") is None:
         raise ValueError(

@@ -246,7 +246,7 @@ def prepare(run: Run, out: Path) -> tuple[Engine, dict[str, Any]]:
     resolve_dtype(run.optim.precision, torch.device("cpu"))
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     kind = run.engine.kind if run.optim.steps else Kind.auto  # where nothing is trained, nothing is shared
-    check_engine(kind, ranks, run.engine.offload)
+    check_engine(kind, ranks, run.engine.offload, run.optim.clip_value)
     check_target(run, ranks)
     run.optim.accumulate = optim.accumulated(run.optim, ranks)
     config = identity(run, ranks)

@@ -44,7 +44,7 @@ def fit(trainee: Trainee, source: Source, judge: Judge, run: Run, engine: Engine
             total = torch.zeros((), device=engine.device)
             for micro, (piece, then) in enumerate(zip(pieces, [*pieces[1:], later], strict=True), start=1):
                 total += engine.learn(source.features(piece, then), counted, last=micro == len(pieces))
-            norm = engine.step(rate(optim, progress.step), optim.clip)
+            norm = engine.step(rate(optim, progress.step), optim)
             progress.step += 1
             sums = engine.sum(torch.stack([total, torch.full_like(total, asked.stop)]))
             tokens = engine.ranks * sum(source.lengths[at] for piece in pieces for at in piece)

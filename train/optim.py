@@ -41,6 +41,8 @@ def check(optim: Optim) -> None:
         raise ValueError(
             f"optim.batch={optim.batch} optim.accumulate={optim.accumulate} optim.clip={optim.clip} must be positive"
         )
+    if optim.clip_value is not None and optim.clip_value <= 0:
+        raise ValueError(f"optim.clip_value={optim.clip_value} must be positive; or null for no such limit")
     if optim.patience is not None and optim.patience < 1:
         raise ValueError(
             f"optim.patience={optim.patience} evaluations would stop the run at once; give at least 1, or null for never"
