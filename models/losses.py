@@ -17,7 +17,7 @@ from models.transfer import sent
 from models.vocabulary import OUTSIDE, DraftVocabulary
 
 CACHED, FILLING = 2**21, 2**27  # logits that exist at the same time: what stays in a CPU's cache, what fills a GPU
-FEWEST = 64  # guesses at the same time, however large the vocabulary: fewer make slow products
+FEWEST = 64  # guesses a head at the same time, however large the vocabulary: fewer make slow products
 PANEL = 2048  # rows of a head that a CPU multiplies at a time: what it reads again and again stays in its cache
 TINY = 1e-30  # the smallest probability whose logarithm is taken
 SHARPNESS = 3.0  # eta of LK-hybrid
@@ -271,7 +271,8 @@ class Work:
         row, at = (sent(part, device) for part in questions.places[0])
         self.heard = batch.last_hidden[row, at + 1] if objective.soft or measure else None
         self.labels = vocabulary.to_draft(batch.input_ids[row, at + 2])
-        many = max(FEWEST, (CACHED if device.type == "cpu" else FILLING) // len(self.heads[0].weight))
+        room = (CACHED if device.type == "cpu" else FILLING) // len(self.heads[0].weight)
+        many = max(FEWEST * len(self.heads), room)
         self.chains = max(1, many // self.depths)
         chain = torch.cat(questions.chain)
         depth = torch.cat([torch.full_like(one, k) for k, one in enumerate(questions.chain)])
@@ -384,8 +385,9 @@ def give_back(
             continue
         if slope.dtype == grad.dtype:
             slope.addmm_(grad.T, states[part])
-        else:
-            slope += grad.T @ states[part]
+            continue
+        for panel, columns in zip(slope.split(PANEL), grad.split(PANEL, dim=1), strict=True):
+            panel += columns.T @ states[part]  # what is added exists twice more, in both precisions
 
 
 @torch.no_grad()

@@ -193,7 +193,7 @@ def test_loss_in_chunks_is_the_loss_in_one(knobs, monkeypatch):
 
 def test_in_chunks_few_logits_exist_at_a_time(monkeypatch):
     monkeypatch.setattr(models.losses, "CACHED", 0)
-    monkeypatch.setattr(models.losses, "FEWEST", 2 * K)
+    monkeypatch.setattr(models.losses, "FEWEST", 2)
     rows = []
     made = Guess.__init__
     monkeypatch.setattr(
