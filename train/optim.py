@@ -14,10 +14,8 @@ Groups = Sequence[tuple[float, list[nn.Parameter]]]  # what is trained, and by w
 def optimizer_for(groups: Groups, optim: Optim) -> torch.optim.AdamW:
     """AdamW over what is trained; every group remembers its own scale of the learning rate."""
     told = [{"params": parameters, "scale": scale, "lr": optim.lr * scale} for scale, parameters in groups]
-    fused = all(parameter.device.type == "cuda" for _, parameters in groups for parameter in parameters)
-    return torch.optim.AdamW(
-        told, lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), weight_decay=optim.weight_decay, fused=fused or None
-    )
+    betas = optim.betas[0], optim.betas[1]
+    return torch.optim.AdamW(told, lr=optim.lr, betas=betas, weight_decay=optim.weight_decay, fused=True)
 
 
 def rate(optim: Optim, step: int) -> float:
