@@ -1,7 +1,8 @@
 """How far the loss curve of bf16 autocast is from fp32's: python scripts/compare_precision.py [override ...]
 
-The same run of eagle3_smol twice, from the same weights, on the same batches in the same order; prints both losses over
-every ten steps, and how far apart they are.
+The same run of eagle3_smol, from the same weights, on the same batches in the same order: in fp32, in fp32 at a learning
+rate a ten-thousandth higher, which shows how far chance alone sets two runs apart, and in bf16. Prints the losses over
+every ten steps, and how far they are from the first's.
 """
 
 import subprocess
@@ -17,12 +18,17 @@ from train.log import Journal
 WORDS = ["conf=eagle3_smol", "optim.steps=200", "log.evaluate_every=1000", "log.save_every=1000", "log.prompts=0"]
 WINDOW = 10  # steps
 TOLD = "loss of a step:"
+ARMS = {
+    "fp32": ["optim.precision=fp32"],
+    "fp32, nudged": ["optim.precision=fp32", "optim.lr=1.0001e-3"],
+    "bf16": ["optim.precision=bf16"],
+}
 
 
-def losses(precision: str, overrides: Sequence[str]) -> list[float]:
-    """Every step's loss of the run in `precision`, which another process makes; a mistake of its ends this one too."""
+def losses(words: Sequence[str]) -> list[float]:
+    """Every step's loss of the run that `words` mean, which another process makes; a mistake of its ends this one too."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [*WORDS, f"optim.precision={precision}", f"out={folder}", "overwrite=true", *overrides]
+        words = [*WORDS, *words, f"out={folder}", "overwrite=true"]
         told = subprocess.run([sys.executable, __file__, TOLD, *words], stdout=subprocess.PIPE, text=True)
     if told.returncode:
         sys.exit(told.returncode)
@@ -49,11 +55,14 @@ def windows(curve: Sequence[float]) -> Iterator[float]:
 
 
 def main() -> None:
-    fp32, bf16 = (list(windows(losses(precision, sys.argv[1:]))) for precision in ("fp32", "bf16"))
-    for number, (exact, rounded) in enumerate(zip(fp32, bf16, strict=True), start=1):
-        print(f"to step {number * WINDOW}: fp32 {exact:.4f}  bf16 {rounded:.4f}  {rounded / exact - 1:+.2%}")
-    apart = [abs(rounded / exact - 1) for exact, rounded in zip(fp32, bf16, strict=True)]
-    print(f"apart by {mean(apart):.2%} on average, at most {max(apart):.2%}")
+    curves = {name: list(windows(losses([*arm, *sys.argv[1:]]))) for name, arm in ARMS.items()}
+    exact = curves.pop("fp32")
+    apart = {name: [one / true - 1 for one, true in zip(curve, exact, strict=True)] for name, curve in curves.items()}
+    for number, true in enumerate(exact):
+        others = "  ".join(f"{name} {shares[number]:+.2%}" for name, shares in apart.items())
+        print(f"to step {(number + 1) * WINDOW}: fp32 {true:.4f}  {others}")
+    for name, shares in apart.items():
+        print(f"{name}: {mean(shares):+.2%} on average, at most {max(map(abs, shares)):.2%} apart")
 
 
 if __name__ == "__main__":
