@@ -114,6 +114,15 @@ def test_an_unfinished_run_is_not_continued_as_another(folder, killed):
     assert checkpoint.found(killed) is not None
 
 
+def test_a_setting_that_an_older_run_did_not_know_is_null_there(tmp_path):
+    kept = tmp_path / checkpoint.HOME / "step_3"
+    kept.mkdir(parents=True)
+    (kept / checkpoint.REST).write_text(json.dumps({"config": {"seed": "0"}}))
+    checkpoint.require_same(tmp_path, {"seed": "0", "optim.new": "None"})
+    with pytest.raises(ValueError, match=r"another configuration \(optim\.new: None then, 3 now\)"):
+        checkpoint.require_same(tmp_path, {"seed": "0", "optim.new": "3"})
+
+
 def test_a_finished_run_is_kept_unless_told_to_overwrite_it(folder, killed, tmp_path):
     shutil.copytree(killed, tmp_path / "out")
     short = ("optim.steps=2", "optim.warmup=1", "overwrite=true")

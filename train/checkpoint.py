@@ -26,6 +26,7 @@ from train.judge import Verdict
 
 HOME, TENSORS, BEST, REST = "checkpoints", "state.safetensors", "best.safetensors", "state.json"
 CONTENT = "data.content"
+NULL = "None"  # a setting without a value
 
 
 @dataclass
@@ -135,7 +136,7 @@ def step_of(checkpoint: Path) -> int:
 def require_same(out: Path, config: dict[str, Any]) -> None:
     """Raise ValueError, naming what differs, where `out` holds an unfinished run of another configuration.
 
-    What the data say is compared only where `config` knows it already.
+    What the data say is compared only where `config` knows it already. A setting that one of the two does not know is null there.
     """
     folder = found(out)
     if folder is None:
@@ -145,7 +146,7 @@ def require_same(out: Path, config: dict[str, Any]) -> None:
     differing = [
         f"{key}: {before.get(key)} then, {now.get(key)} now"
         for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and (key != CONTENT or CONTENT in now)
+        if before.get(key, NULL) != now.get(key, NULL) and (key != CONTENT or CONTENT in now)
     ]
     if differing:
         raise ValueError(
