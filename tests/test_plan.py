@@ -63,6 +63,7 @@ def test_a_target_that_learns_is_planned_with_what_of_it_learns(capsys):
     full = told(capsys, *PAPER, "joint=full")
     assert f"{heads + decoder:,} parameters are trained, {2 * 128256 * 8192:,} of tiny are frozen" in full
     kept = 80 * 2048 * 4 * (2 * (8192 + 8192) + 2 * (8192 + 1024) + 3 * (8192 + 28672))
+    kept += (2 * 80 + 1) * 2048 * 4 * 3 * 8192  # three times what each norm reads
     by_heads = 4 * 2048 * 4 * 4 * (8192 + 8192)  # at each of four depths
     assert re.search(rf"activations {(kept + by_heads) / GB:.2f} ", full)
 

@@ -34,6 +34,7 @@ from models.worn import BASE, Worn, save_whole, wearing
 from train.features import Rows, laid_out
 
 ROWS = 256  # positions whose logits exist at the same time when two targets are compared
+NORMED = 3  # activations that a norm leaves of each of its own: what it read, the same scaled, and as the weight multiplies it
 
 
 class Unread:
@@ -201,7 +202,8 @@ def outline(how: Joint | None, model: PreTrainedModel) -> tuple[int, float, int]
         return 0, 0.0, 1
     body = model.base_model
     parts = [part for part in body.modules() if type(part) is nn.Linear]
-    kept = float(sum(part.in_features + part.out_features for part in parts))
+    scales = [weight.numel() for weight in body.parameters() if weight.ndim == 1]  # of norms, and a few biases
+    kept = float(sum(part.in_features + part.out_features for part in parts) + NORMED * sum(scales))
     teacher = how.teacher is Teacher.self
     if how.r is None:
         embedding = model.get_input_embeddings().weight
