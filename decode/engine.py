@@ -19,9 +19,7 @@ from models.target import Target
 from models.tree import TokenTree
 
 PHASES = ("draft", "verify", "accept", "keep")
-TOGETHER = (
-    16  # prompts are read at a time; and of so many rows one may stand empty until prompts are read for all that do
-)
+TOGETHER = 16  # prompts are read at a time, and of so many rows one may wait empty for others that read with it
 
 
 @dataclass(frozen=True)
