@@ -1,7 +1,9 @@
 """Prompts alone become conversations: the target answers them once."""
 
 import json
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from models.drafter import Budget, Plain
 from runs import composed
 from train import answers, job
 from train.answers import conversations_for
+from train.asking import Ask, Inside
 from train.chat import Row, render
 from train.show import show
 
@@ -72,6 +75,28 @@ def test_runs_that_ask_at_once_lose_nothing(tmp_path: Path, monkeypatch: pytest.
         both = list(pool.map(conversations_for, runs))
     monkeypatch.setattr(answers, "answer", None)
     assert [conversations_for(run) for run in runs] == both
+
+
+def test_what_a_killed_run_was_told_stays_whatever_is_asked_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = (
+        run_of(prompts(tmp_path / f"{name}.jsonl", *(f"{name} {at} of them" for at in range(4)))) for name in "ab"
+    )
+    say = Inside.answers
+
+    def say_two(self: Inside, asks: Sequence[Ask]) -> Iterator[tuple[int, list[int]]]:
+        yield from islice(say(self, asks), 2)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Inside, "answers", say_two)
+        with pytest.raises(KeyboardInterrupt):
+            conversations_for(first)
+    conversations_for(second)
+    assert "answers 4 prompts" in capsys.readouterr().out
+    conversations_for(first)
+    assert "answers 2 prompts" in capsys.readouterr().out
 
 
 def test_what_has_an_answer_keeps_it(tmp_path: Path) -> None:

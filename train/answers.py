@@ -17,7 +17,7 @@ from models.source import cache_home
 from train.chat import Row
 from train.clean import asked_in, words
 from train.data import write_rows
-from train.regenerate import answer
+from train.regenerate import Talk, answer, begun_in, questions
 from train.sources import IMAGINED, conversations_of, rows_of
 
 
@@ -67,16 +67,25 @@ def answers_to(run: Run, prompts: Mapping[str, Row]) -> dict[str, Row]:
     with one_at_a_time(file.parent):
         known = {row["id"]: row for row in conversations_of(file)} if file.exists() else {}
         if missing := {key: row for key, row in prompts.items() if key not in known}:
-            these = hashlib.sha256("".join(missing).encode()).hexdigest()[:8]  # others may have been half answered
-            asked, out = (file.with_name(f".{file.name}.{these}.{part}.jsonl") for part in ("prompts", "new"))
+            asked, out = (file.with_name(f".{file.name}.{part}.jsonl") for part in ("prompts", "new"))
+            told = f"{len(missing):,} prompts of {run.data.path}"
+            missing |= begun_before(asked, out)
             write_rows(asked, ({"id": key, "messages": row["messages"]} for key, row in missing.items()))
-            ask(run, str(asked), out, f"{len(missing):,} prompts of {run.data.path}")
+            ask(run, str(asked), out, told)
             too_long = {key: {"id": key, "messages": row["messages"]} for key, row in missing.items()}
             known |= too_long | {row["id"]: row for row in conversations_of(out)}
             write_rows(file, known.values())
             for part in (asked, out):
                 part.unlink()
     return {key: known[key] for key in prompts if not unanswered(known[key])}
+
+
+def begun_before(asked: Path, out: Path) -> dict[str, Row]:
+    """Those of the prompts `asked` that a killed run has answers to: whatever is asked next, these stay among it."""
+    if not asked.exists():
+        return {}
+    begun = begun_in(out)
+    return {row["id"]: row for row in conversations_of(asked) if Talk(row, questions(row)).key in begun}
 
 
 def imagined_by(run: Run) -> Path:

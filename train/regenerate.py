@@ -182,6 +182,16 @@ class Kept:
             ) from None
 
 
+def journal_of(out: Path) -> Path:
+    """Where a run that will write `out` keeps its answers until then."""
+    return out.with_name(f".{out.name}.answers")
+
+
+def begun_in(out: Path) -> set[str]:
+    """The keys of the conversations that an unfinished run into `out` has answers in."""
+    return {json.loads(line)["key"] for line in whole_lines(journal_of(out))[1:]}
+
+
 def whole_lines(file: Path) -> list[bytes]:
     """The lines of `file`, none where it is not there; one that a kill or a full disk cut short is taken off it.
 
@@ -200,7 +210,7 @@ def regenerate(speaker: Speaker, tokenizer: PreTrainedTokenizerBase, rows: list[
     Every turn is answered after the answers before it.
     """
     require_names(rows)
-    kept = Kept(out.with_name(f".{out.name}.answers"), terms)
+    kept = Kept(journal_of(out), terms)
     talks = [Talk(row, turns) for row in rows if (turns := questions(row))]
     every = [(talk.key, turn) for talk in talks for turn in range(len(talk.turns))]
     with answers_bar(len(every), sum(one in kept.answers for one in every)) as tell:
