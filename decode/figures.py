@@ -144,13 +144,21 @@ def speedup_per_prompt(tally: Tally) -> Tensor:
     return (ratio.nan_to_num(0.0) * told).sum(-1) / told.sum(-1)
 
 
-def bootstrap(tally: Tally, measure: Callable[[Tally], Tensor]) -> Figure:
-    """`measure` with a 95 % interval from resampling prompts; both arms of a prompt stay together."""
+def bootstrap(tally: Tally, measure: Callable[[Tally], Tensor], over: Tally | None = None) -> Figure:
+    """`measure` with a 95 % interval from resampling prompts; both arms of a prompt stay together.
+
+    With the tally `over` of the same prompts by another drafter it is the ratio to that one's, paired prompt by prompt.
+    """
+
+    def measured(index: Tensor) -> Tensor:
+        found = measure(tally.take(index))
+        return found if over is None else found / measure(over.take(index))
+
     count = len(tally.tokens)
     index = torch.randint(count, (DRAWS, count), generator=torch.Generator().manual_seed(0))
     bounds = torch.tensor([0.025, 0.975], dtype=torch.float64)
-    low, high = measure(tally.take(index)).nanquantile(bounds).tolist()
-    value = measure(tally).item()
+    low, high = measured(index).nanquantile(bounds).tolist()
+    value = measured(torch.arange(count)).item()
     return Figure(value, low, high) if count > 1 else Figure(value, value, value)
 
 

@@ -56,8 +56,10 @@ def measure(run: Run) -> Report:
     ladder = Ladder(target, how.rows, typical_context(chosen, how.tokens), widest(arms))
     samples = decode_all(decode, guessers, chosen, how, ladder, console)
     cost = ladder.cost()
+    first = arms[0].name, samples[0]
     reports = [
-        graded(run, arm, target, mine, each, cost) for arm, each, mine in zip(arms, drafters, samples, strict=True)
+        graded(run, arm, target, mine, each, cost, None if arm is arms[0] else first)
+        for arm, each, mine in zip(arms, drafters, samples, strict=True)
     ]
     for report in reports:
         report.show(console, how.explain)
@@ -152,14 +154,25 @@ def typical_context(chosen: Mapping[str, list[Dialogue]], tokens: int) -> int:
     return sum(lengths) // len(lengths) + tokens // 2
 
 
-def graded(run: Run, arm: Arm, target: Target, samples: Sequence[Sample], drafter: Drafter, cost: Cost) -> Report:
-    """What the samples of one drafter say, and what reading them again adds."""
+def graded(
+    run: Run,
+    arm: Arm,
+    target: Target,
+    samples: Sequence[Sample],
+    drafter: Drafter,
+    cost: Cost,
+    first: tuple[str, Sequence[Sample]] | None,
+) -> Report:
+    """What the samples of one drafter say, beside the name and samples of the `first`, and what reading them again adds."""
     # what was trained grades as in training, not packed
     learner = load_drafter(arm.folder, arm.card, target.ends, target.dtype) if arm.folder else drafter
     shared = overlap_by_depth(target, learner, samples)
     apart = [] if run.decode.temperature else divergences(target, samples)
     shown = sample_text(target.tokenizer, samples)
-    return Report.of(samples, settings(run, arm, target.dtype), cost, shared, apart, shown)
+    told, theirs = settings(run, arm, target.dtype), None
+    if first:
+        told["first"], theirs = first
+    return Report.of(samples, told, cost, shared, apart, shown, theirs)
 
 
 def settings(run: Run, arm: Arm, dtype: torch.dtype) -> dict[str, Any]:

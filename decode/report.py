@@ -38,10 +38,11 @@ class Line:
     tokens_per_second: float
     equal: int  # outputs that are plain decoding's, token for token
     looped: float  # share of the target's own text that repeats an earlier 8-gram
+    tau_over_first: Figure | None = None  # tau relative to that of the drafter this one was measured beside
 
     @classmethod
-    def of(cls, bench: str, samples: Sequence[Sample]) -> "Line":
-        """The figures of `samples`."""
+    def of(cls, bench: str, samples: Sequence[Sample], first: Sequence[Sample] | None = None) -> "Line":
+        """The figures of `samples`, and how they compare with what the `first` drafter did after the same prompts."""
         tally = Tally.of(samples)
         pairs = [pair for sample in samples for pair in sample.texts()]
         return cls(
@@ -58,6 +59,7 @@ class Line:
             figures.speed(tally).item(),
             sum(ours == plain for ours, plain in pairs),
             figures.looped([plain for _, plain in pairs]),
+            bootstrap(tally, figures.tau, Tally.of(first)) if first else None,
         )
 
     @classmethod
@@ -66,7 +68,7 @@ class Line:
         values: dict[str, Any] = {
             key: Figure(**_known(value)) if isinstance(value, dict) else value for key, value in _known(told).items()
         }
-        return cls(**values)
+        return cls(**{**values, "tau_over_first": values["tau_over_first"] if told.get("tau_over_first") else None})
 
 
 @dataclass
@@ -97,9 +99,10 @@ class Report:
         overlap: Sequence[float] = (),
         divergences: Sequence[Divergence] = (),
         sample: dict[str, Any] | None = None,
+        first: Sequence[Sample] | None = None,
     ) -> "Report":
-        """The report of all samples."""
-        lines = lines_of(samples)
+        """The report of all samples; `first` are those of the drafter that this one was measured beside."""
+        lines = lines_of(samples, first)
         facts = facts_of(samples, cost)
         counted = figures.counters(figures.steps_of([sample.drafted for sample in samples]))
         return cls(
@@ -165,6 +168,8 @@ class Report:
         console.print(f"ms of a plain one {self.plain_round_ms:.1f}")
         curve = zip(self.cost.nodes, self.cost.ms, strict=True)
         console.print("ms of n nodes     " + " ".join(f"{nodes}:{ms:.0f}" for nodes, ms in curve))
+        if over := [f"{line.bench} {line.tau_over_first}" for line in self.lines if line.tau_over_first]:
+            console.print(f"tau over {self.settings['first']}'s, prompt by prompt  {', '.join(over)}", markup=False)
         if self.divergences:
             widest = max(one.gap for one in self.divergences)
             console.print(f"outputs that differ  {len(self.divergences)}, top two logits at most {widest:.3g} apart")
@@ -221,11 +226,15 @@ def _known(told: dict[str, Any]) -> dict[str, Any]:
     return {key: math.nan if value is None else value for key, value in told.items()}
 
 
-def lines_of(samples: Sequence[Sample]) -> list[Line]:
+def lines_of(samples: Sequence[Sample], first: Sequence[Sample] | None = None) -> list[Line]:
     """A line for each benchmark, and one for all where there are several."""
+
+    def of(bench: str, some: Sequence[Sample] | None) -> list[Sample]:
+        return [sample for sample in some or () if sample.bench == bench]
+
     benches = list(dict.fromkeys(sample.bench for sample in samples))
-    lines = [Line.of(bench, [sample for sample in samples if sample.bench == bench]) for bench in benches]
-    return lines if len(lines) == 1 else [*lines, Line.of("all", samples)]
+    lines = [Line.of(bench, of(bench, samples), of(bench, first)) for bench in benches]
+    return lines if len(lines) == 1 else [*lines, Line.of("all", samples, first)]
 
 
 def facts_of(samples: Sequence[Sample], cost: Cost) -> Facts:

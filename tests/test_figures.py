@@ -154,3 +154,16 @@ def test_the_interval_holds_the_value_and_is_that_of_resampled_prompts():
 def test_a_resample_of_prompts_without_rounds_does_not_spoil_the_interval():
     figure = bootstrap(Tally.of([SAMPLES[0], SAMPLES[3]]), tau)
     assert (figure.low, figure.value, figure.high) == (2.0, 2.0, 2.0)
+
+
+def test_two_drafters_of_the_same_prompts_are_compared_prompt_by_prompt():
+    """One that is a fifth better on every prompt is so certainly, however much prompts differ."""
+    rng = random.Random(2)
+    lengths = [rng.randrange(2, 9) for _ in range(12)]
+
+    def tally_of(committed: int) -> Tally:
+        rows = [drafted([[(committed - 1, committed - 1, committed)] * 10 * count], 1.0) for count in lengths]
+        return Tally.of([Sample("one", row, plain([5], 1.0)) for row in rows])
+
+    figure = bootstrap(tally_of(6), tau, over=tally_of(5))
+    assert (figure.value, figure.low, figure.high) == pytest.approx((1.2, 1.2, 1.2))

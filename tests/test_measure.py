@@ -156,6 +156,11 @@ def test_the_raw_log_gives_the_written_figures_and_the_explanation_is_printed(lo
         assert found[name]["tau"] == pytest.approx(written.lines[-1].tau.value)
         assert found[name]["speedup"] == pytest.approx(written.lines[-1].speedup.value)
         assert found[name]["num_accepted_tokens_per_pos"] == written.counters["num_accepted_tokens_per_pos"]
+    same = Report.read(tmp_path / "here" / "report_out.json").lines[-1].tau_over_first  # the same drafter twice
+    assert same is not None
+    assert (same.value, same.low, same.high) == (1.0, 1.0, 1.0)
+    assert report.lines[-1].tau_over_first is None
+    assert "tau over tiny's, prompt by prompt  tiny 1.00 (1.00-1.00)" in shown
     assert "A round yields" in shown
     assert report.cost.nodes[-1] >= report.settings["nodes"]
     assert len(report.overlap) == 2  # two heads
