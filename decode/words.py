@@ -132,7 +132,6 @@ def grid(reports: Mapping[str, Told]) -> list[list[str]]:
     """Plain decoding and every drafter in one table, its headings first."""
     benches = sets_of(reports)
     benches = benches[-1:] + benches[:-1]  # what is pooled stands first
-    paired = any(pooled(report).get("tau_over_first") for report in reports.values())
     rows = [["", "speed-up", "95 %", "tok/s", "equal", *(f"tau {bench}" for bench in benches)]]
     rows.append(["plain", "1.00", "", plain_speed(reports), "", *("1.00" for _ in benches)])
     for name, report in reports.items():
@@ -141,8 +140,8 @@ def grid(reports: Mapping[str, Told]) -> list[list[str]]:
         speed = (number(last["speedup"]["value"]), interval(last["speedup"]), number(last["tokens_per_second"], 1))
         taus = (number(line["tau"]["value"]) if line else ABSENT for line in lines)
         rows.append([name, *speed, f"{last['equal']}/{last['prompts']}", *taus])
-    if paired:
-        over = [last.get("tau_over_first") for last in map(pooled, reports.values())]
+    over = [pooled(report).get("tau_over_first") for report in reports.values()]
+    if any(over):
         column = ["tau over first", "", *(figure(one) if one else "" for one in over)]
         rows = [[*row, cell] for row, cell in zip(rows, column, strict=True)]
     return rows

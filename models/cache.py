@@ -65,7 +65,7 @@ class KVCache(Cache):
             self._hold(grown)
 
     def _hold(self, store: Tensor) -> None:
-        """Let every layer that has begun write to its share of `store`."""
+        """Let every layer write to its share of `store`."""
         self.store = store
         for layer, pair in zip(self.layers, store, strict=True):
             assert isinstance(layer, _Layer)

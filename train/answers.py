@@ -1,11 +1,10 @@
 """Prompts become conversations: what nobody has answered the target answers, once, into the user's cache."""
 
-import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,12 @@ from typing import Any
 from conf.schema import Data, Run
 from decode.opening import identity_of
 from decode.prompts import evenly
+from models.files import alone_in
 from models.source import cache_home
 from train.chat import Row
 from train.clean import asked_in, words
 from train.data import write_rows
-from train.regenerate import Talk, answer, begun_in, questions
+from train.regenerate import Kept, Talk, answer, journal_of, questions, terms_of
 from train.sources import IMAGINED, conversations_of, rows_of
 
 
@@ -69,7 +69,7 @@ def answers_to(run: Run, prompts: Mapping[str, Row]) -> dict[str, Row]:
         if missing := {key: row for key, row in prompts.items() if key not in known}:
             asked, out = (file.with_name(f".{file.name}.{part}.jsonl") for part in ("prompts", "new"))
             told = f"{len(missing):,} prompts of {run.data.path}"
-            missing |= begun_before(asked, out)
+            missing |= begun_before(run, asked, out)
             write_rows(asked, ({"id": key, "messages": row["messages"]} for key, row in missing.items()))
             ask(run, str(asked), out, told)
             too_long = {key: {"id": key, "messages": row["messages"]} for key, row in missing.items()}
@@ -80,11 +80,11 @@ def answers_to(run: Run, prompts: Mapping[str, Row]) -> dict[str, Row]:
     return {key: known[key] for key in prompts if not unanswered(known[key])}
 
 
-def begun_before(asked: Path, out: Path) -> dict[str, Row]:
+def begun_before(run: Run, asked: Path, out: Path) -> dict[str, Row]:
     """Those of the prompts `asked` that a killed run has answers to: whatever is asked next, these stay among it."""
     if not asked.exists():
         return {}
-    begun = begun_in(out)
+    begun = {key for key, _ in Kept(journal_of(out), terms_of(run)).answers}
     return {row["id"]: row for row in conversations_of(asked) if Talk(row, questions(row)).key in begun}
 
 
@@ -97,22 +97,10 @@ def imagined_by(run: Run) -> Path:
     return file
 
 
-@contextmanager
-def one_at_a_time(home: Path) -> Iterator[None]:
-    """Within, no other run asks for what is kept in the folder `home`: who comes second waits, and then finds it answered.
-
-    The lock is the kernel's, on the folder itself: it leaves no file, and a killed process gives it back.
-    """
-    folder = os.open(home, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"another run has the target answer prompts into {home}; this one waits for it", flush=True)
-            fcntl.flock(folder, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(folder)
+def one_at_a_time(home: Path) -> AbstractContextManager[None]:
+    """Within, no other run asks for what is kept in the folder `home`: who comes second waits, and then finds it answered."""
+    told = f"another run has the target answer prompts into {home}; this one waits for it"
+    return alone_in(home, lambda: print(told, flush=True))
 
 
 def kept_in(run: Run, what: str, *terms: Any) -> Path:

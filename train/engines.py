@@ -4,12 +4,11 @@ An engine wraps the one module that is trained. Its arithmetic is the same for a
 which it gives and takes what a checkpoint remembers, so a run may go on under another engine or on other ranks.
 """
 
-import fcntl
 import importlib.util
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from transformers import PreTrainedModel
 
 from conf.schema import Features, Kind, Optim, Run
 from models.drafter import FeatureBatch, Loss
+from models.files import alone_in
 from models.target import decoder_layers
 from models.transfer import sent
 from train.optim import optimizer_for
@@ -126,23 +126,17 @@ class Engine:
 
     @contextmanager
     def owning(self, out: Path) -> Iterator[None]:
-        """Within, the folder `out` is this run's alone. Raises ValueError where another run holds it.
-
-        The lock is the kernel's, on the folder itself: it leaves no file, and a killed process gives it back.
-        """
-        refused, folder = None, os.open(out, os.O_RDONLY) if self.first else None
-        try:
-            if folder is not None:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            refused = f"another run is writing to {out}; wait for it, or choose another folder with out="
-        try:
+        """Within, the folder `out` is this run's alone. Raises ValueError where another run holds it."""
+        with ExitStack() as held:
+            refused = None
+            try:
+                if self.first:
+                    held.enter_context(alone_in(out, partial(refuse_second, out)))
+            except ValueError as busy:
+                refused = str(busy)
             if refused := self.agree(refused):
                 raise ValueError(refused)
             yield
-        finally:
-            if folder is not None:
-                os.close(folder)
 
     def wait(self) -> None:
         """Until all ranks are here."""
@@ -368,6 +362,11 @@ def check_target(run: Run, ranks: int) -> None:
         why = "does not go with an adapter applied on the fly; set target.merge=true"
     if run.engine.shard_target and why:
         raise ValueError(f"engine.shard_target=true {why}")
+
+
+def refuse_second(out: Path) -> None:
+    """Raise ValueError: another run has `out`."""
+    raise ValueError(f"another run is writing to {out}; wait for it, or choose another folder with out=")
 
 
 def whole(value: Tensor) -> Tensor:

@@ -187,11 +187,6 @@ def journal_of(out: Path) -> Path:
     return out.with_name(f".{out.name}.answers")
 
 
-def begun_in(out: Path) -> set[str]:
-    """The keys of the conversations that an unfinished run into `out` has answers in."""
-    return {json.loads(line)["key"] for line in whole_lines(journal_of(out))[1:]}
-
-
 def whole_lines(file: Path) -> list[bytes]:
     """The lines of `file`, none where it is not there; one that a kill or a full disk cut short is taken off it.
 
