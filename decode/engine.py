@@ -16,7 +16,7 @@ from models.cache import KVCache
 from models.drafter import Budget, Committed, Drafter, Reading
 from models.sampling import GREEDY, Draw, Sampling, Voice
 from models.target import Target
-from models.tree import TokenTree
+from models.tree import Node, TokenTree
 
 PHASES = ("draft", "verify", "accept", "keep")
 TOGETHER = 16  # prompts are read at a time, and of so many rows one may wait empty for others that read with it
@@ -259,28 +259,30 @@ class Seats:
 
     def keep(self, tree: TokenTree, reading: Reading, accepted: Accepted) -> list[Generation]:
         """Commit the accepted paths to cache and text; return the generations that moved."""
-        empty = torch.tensor([who is None for who in self.sitting], device=accepted.length.device)
-        length = accepted.length.masked_fill(empty, 0)
+        seated = [who is not None for who in self.sitting]
+        length = accepted.length if all(seated) else accepted.length * torch.tensor(seated).to(accepted.length.device)
         self.cache.keep(accepted.path, length)
-        path = accepted.path[..., None]
+        row, path = torch.arange(len(seated), device=accepted.path.device)[:, None], accepted.path
         self.committed = Committed(
-            tree.tokens.gather(1, accepted.path),
+            tree.tokens[row, path],
             length,
-            reading.features.gather(1, path.expand(-1, -1, reading.features.shape[-1])),
-            reading.hidden.gather(1, path.expand(-1, -1, reading.hidden.shape[-1])),
+            reading.features[row, path],
+            reading.hidden[row, path],
             accepted.bonus,
-            torch.zeros_like(empty),
+            torch.zeros(len(seated), dtype=torch.bool, device=path.device),
         )
-        guessed, bonus = self.committed.tokens.tolist(), accepted.bonus.tolist()
-        deepest, paths = depth_below(tree, accepted).tolist(), accepted.path.tolist()
-        nodes, odds = (tree.valid.sum(-1) - 1).tolist(), odds_of(tree)
+        every = zip(
+            tree.listed, odds_of(tree), path.tolist(), accepted.length.tolist(), accepted.bonus.tolist(), strict=True
+        )
         moved = []
-        for row, count in enumerate(accepted.length.tolist()):
-            if (who := self.sitting[row]) is None:
+        for number, (nodes, odds, padded, count, bonus) in enumerate(every):
+            if (who := self.sitting[number]) is None:
                 continue
-            kept = self._say(row, [*guessed[row][1:count], bonus[row]])
-            right = tuple(paths[row][1 : min(count, kept + 1)])
-            who.steps.append(Step(nodes[row], right, min(deepest[row], kept), kept, odds[row]))
+            guesses = padded[1:count]
+            kept = self._say(number, [*(nodes[node].token for node in guesses), bonus])
+            tried = min(count - 1 + has_child(nodes, padded[count - 1]), kept)
+            used = sum(node.valid for node in nodes) - 1
+            who.steps.append(Step(used, tuple(guesses[:kept]), tried, kept, odds))
             moved.append(who)
         return moved
 
@@ -299,20 +301,19 @@ class Seats:
         return len(tokens)
 
 
-def depth_below(tree: TokenTree, accepted: Accepted) -> Tensor:
-    """[B] the depth down to which guesses were tried: one below the accepted path where it had children, else its end."""
-    rows = torch.arange(len(accepted.length), device=accepted.length.device)
-    leaf = accepted.path[rows, accepted.length - 1]
-    has_child = ((tree.parents == leaf[:, None]) & tree.valid).any(-1)
-    return accepted.length - 1 + has_child.long()
+def has_child(nodes: Sequence[Node], parent: int) -> bool:
+    """Whether a guess was tried below the node `parent`."""
+    return any(node.valid and node.parent == parent for node in nodes)
 
 
 def odds_of(tree: TokenTree) -> list[tuple[tuple[int, float], ...]]:
     """For each row its guesses' depths and the log-probabilities of their paths, where the drafter ranked them so."""
     if tree.scores is None:
         return [()] * len(tree.tokens)
-    rows = zip(tree.depth.tolist(), tree.scores.tolist(), tree.valid.sum(-1).tolist(), strict=True)
-    return [tuple(zip(depth[1:used], score[1:used], strict=True)) for depth, score, used in rows]
+    rows = zip(tree.depth.tolist(), tree.scores.tolist(), tree.listed, strict=True)
+    return [
+        tuple((depth, score) for depth, score, node in list(zip(*row, strict=True))[1:] if node.valid) for row in rows
+    ]
 
 
 def nothing(target: Target, rows: int) -> Committed:

@@ -29,23 +29,26 @@ class KVCache(Cache):
         self.where = torch.device(device)
         self.store: Tensor | None = None  # [L, 2, B, H, room, D]
         self.filled: Tensor | None = None  # rows whose prompts are being read
-        self.slots = torch.empty(0)  # [B, N] where the nodes of this pass go
+        self.aligned = True  # rows are equally long: new keys are one block
+        self.slots = torch.empty(0)  # [B, N] where the nodes of this pass go, unless rows are aligned
         self.rows = torch.empty(0)  # [B, 1]
         super().__init__(layers=[_Layer(self, index) for index in range(layers)])
 
     def open(self, nodes: int, known: int = 0) -> None:
         """Make ready for a pass over `nodes` new tokens in every row, behind the `known` ones of the passes before."""
         self.filled = None
-        self.end = int(self.lengths.max()) + known + nodes
+        lengths = self.lengths.tolist()
+        self.end = max(lengths) + known + nodes
         if self.end > self.capacity:
             raise ValueError(
                 f"the cache holds {self.capacity} tokens a row and this pass needs {self.end}; ask for fewer new tokens or a smaller tree"
             )
         self.reach(self.end)
         self.seen = self.room if self.whole else self.end
-        self.aligned = bool((self.lengths == self.lengths[0]).all())
-        self.rows = torch.arange(len(self.lengths), device=self.where)[:, None]
-        self.slots = (self.lengths[:, None] + known + torch.arange(nodes)).to(self.where)
+        self.aligned = len(set(lengths)) == 1
+        if not self.aligned:
+            self.rows = torch.arange(len(lengths), device=self.where)[:, None]
+            self.slots = (self.lengths[:, None] + known + torch.arange(nodes)).to(self.where)
 
     def fill(self, rows: Tensor, lengths: Tensor) -> None:
         """Make ready for a pass that reads the prompts of `rows` [R] afresh; `lengths` [R] of them will count."""
@@ -74,16 +77,19 @@ class KVCache(Cache):
     @torch.inference_mode()  # the store was made by the target's passes, which run in it
     def keep(self, path: Tensor, length: Tensor) -> None:
         """Keep the first `length` [B] nodes of `path` [B, P] of the last pass, in path order; drop the rest."""
-        path, length = path.cpu(), length.cpu()
-        step = torch.arange(path.shape[1])
-        moved = (step < length[:, None]) & (path != step)
-        if bool(moved.any()) and self.store is not None:
-            row, at = moved.nonzero(as_tuple=True)
-            source = (self.lengths[row] + path[row, at]).to(self.where)
-            goal = (self.lengths[row] + at).to(self.where)
-            row = row.to(self.where)
+        counts = length.tolist()
+        moves = [
+            (row, at, node)
+            for row, (nodes, count) in enumerate(zip(path.tolist(), counts, strict=True))
+            for at, node in enumerate(nodes[:count])
+            if at != node
+        ]
+        if moves and self.store is not None:
+            row, at, node = torch.tensor(moves).unbind(1)
+            before = self.lengths[row]
+            row, goal, source = (part.to(self.where) for part in (row, before + at, before + node))
             self.store[:, :, row, :, goal] = self.store[:, :, row, :, source]
-        self.lengths += length
+        self.lengths += torch.tensor(counts)
 
     def reset(self, rows: Tensor | None = None) -> None:
         """Forget what `rows` [R] held, or all."""

@@ -134,4 +134,4 @@ class Growing:
             self.begin, self.logits = known, self.drafter.model.read(self.tree, self.cache, known).logits
         logits, self.logits = self.logits, None
         assert logits is not None
-        return logits[..., : self.drafter.vocabulary.size].float().log_softmax(-1)
+        return logits[..., : self.drafter.vocabulary.size].log_softmax(-1, dtype=torch.float32)

@@ -88,7 +88,8 @@ class Ends:
     def embed(self, ids: Tensor) -> Tensor:
         """Embeddings [..., D] of `ids` as the first layer reads them."""
         read = nn.functional.embedding(ids.to(self.embedding.device), self.embedding)
-        return read.to(self.head.device) * self.embedding_scale  # a target spread over GPUs has its two ends apart
+        read = read.to(self.head.device)  # a target spread over GPUs has its two ends apart
+        return read if self.embedding_scale == 1 else read * self.embedding_scale
 
     def logits(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
         """Logits [..., V] of final hidden states [..., D]; `rows` [R] asks for those vocabulary entries only."""

@@ -4,7 +4,7 @@ B rows, N nodes, F nodes that grow at a level, C children of all of them, W pick
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from models.drafter import Budget
 from models.sampling import Voice
-from models.tree import Path, TokenTree, chain, parents_of
+from models.tree import Node, Path, TokenTree, chain, parents_of
 from models.vocabulary import DraftVocabulary
 
 # tokens [B, F] and where their parents stood [B, F] among the nodes that grew before
@@ -129,52 +129,66 @@ def grow_dynamic(root: Tensor, ask: Ask, spell: Spell, budget: Budget) -> TokenT
     The nodes stand in that order: the first n are the tree of n nodes. Where a path is less likely than `budget.least`
     it is left out, and where no further level could change the tree, none is drafted.
     """
-    tokens, places, scores = root[:, None], torch.zeros_like(root)[:, None], torch.zeros_like(root).float()[:, None]
-    made = torch.zeros_like(tokens)  # [B, F] each growing node's number among all candidates, the root being 0
-    every: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, parents and scores of the candidates of each level
-    count = 1
+    tokens, places = root[:, None], torch.zeros_like(root)[:, None]
+    rows = [Candidates(token) for token in root.tolist()]
     for _ in range(budget.depth):
         log_probs = ask(tokens, places)
         best = log_probs.topk(min(budget.branch, log_probs.shape[-1]))
-        width = best.indices.shape[-1]
-        children = spell(best.indices).expand(-1, tokens.shape[1], -1).flatten(1)
-        worth = (scores[..., None] + best.values).flatten(1)
-        every.append((children, made.repeat_interleave(width, dim=1), worth))
-        top = worth.topk(min(budget.branch, worth.shape[1]))
-        tokens, places, scores = children.gather(1, top.indices), top.indices // width, top.values
-        made = count + top.indices
-        count += children.shape[1]
-        if barren([worth for *_, worth in every], budget):
+        for row, picks, worth in zip(rows, spell(best.indices).tolist(), best.values.tolist(), strict=True):
+            row.extend(picks, worth, budget.branch)
+        if all(row.barren(budget) for row in rows):
             break
-    candidates, parents, scores = (torch.cat(part, dim=1) for part in zip(*every, strict=True))
-    return likeliest(root, candidates, parents, scores, budget)
+        tokens = torch.tensor([row.heads for row in rows], device=root.device)
+        places = torch.tensor([row.places for row in rows], device=root.device)
+    return TokenTree.of([row.likeliest(budget) for row in rows], root.device)
 
 
-def barren(worth: Sequence[Tensor], budget: Budget) -> bool:
-    """Whether no child of the last level's candidates could stand in the tree; `worth` [B, C] of each level's."""
-    so_far = torch.cat(list(worth), dim=1)
-    floor = torch.full_like(so_far[:, 0], floor_of(budget.least))
-    if so_far.shape[1] >= budget.nodes - 1 > 0:
-        floor = floor.maximum(so_far.topk(budget.nodes - 1).values[:, -1])
-    return bool((worth[-1].amax(1) <= floor).all())
+class Candidates:
+    """What may stand below the root of one row, numbered as it was made; the root is 0.
 
+    In main memory: it is few numbers, and a kernel takes longer to start than they take to sort.
+    """
 
-def likeliest(root: Tensor, candidates: Tensor, parents: Tensor, worth: Tensor, budget: Budget) -> TokenTree:
-    """The tree of the best candidates [B, C], by `worth`; `parents` number them from 1, the root being 0."""
-    chosen = worth.sort(dim=1, descending=True, stable=True).indices[:, : budget.nodes - 1]
-    number = torch.zeros(len(root), candidates.shape[1] + 1, dtype=torch.long, device=root.device)
-    number.scatter_(1, chosen + 1, torch.arange(1, chosen.shape[1] + 1, device=root.device).expand_as(chosen))
-    above = number.gather(1, parents.gather(1, chosen))
-    first = torch.zeros_like(root)[:, None]
-    scores = torch.cat([first.float(), worth.gather(1, chosen)], dim=1)
-    valid = scores >= floor_of(budget.least)
-    used = slice(int(valid.sum(1).max()) if budget.least else None)  # unused nodes stand last in every row
-    return TokenTree(
-        torch.cat([root[:, None], candidates.gather(1, chosen)], dim=1)[:, used],
-        torch.cat([first - 1, above], dim=1)[:, used],
-        valid[:, used],
-        scores=scores[:, used],
-    )
+    def __init__(self, root: int):
+        self.tokens, self.parents, self.scores = [root], [-1], [0.0]  # scores are log-probabilities of paths
+        self.growing = [0]  # the nodes that were asked last, or are to be asked next
+        self.level = range(1)  # the nodes of the last level
+        self.places = [0]  # where the parents of `growing` stood among those that grew before
+
+    @property
+    def heads(self) -> list[int]:
+        """The tokens of the nodes that grow next."""
+        return [self.tokens[node] for node in self.growing]
+
+    def extend(self, picks: list[list[int]], worth: list[list[float]], branch: int) -> None:
+        """Below each growing node its children `picks`, with their own log-probabilities; one list is for all of them."""
+        first, width = len(self.tokens), len(picks[0])
+        for place, node in enumerate(self.growing):
+            here = place if len(picks) > 1 else 0
+            self.tokens += picks[here]
+            self.parents += [node] * width
+            self.scores += [self.scores[node] + own for own in worth[here]]
+        self.level = range(first, len(self.tokens))
+        self.growing = sorted(self.level, key=self.scores.__getitem__, reverse=True)[:branch]
+        self.places = [(node - first) // width for node in self.growing]
+
+    def barren(self, budget: Budget) -> bool:
+        """Whether no child of the last level's nodes could stand in the tree."""
+        floor, room = floor_of(budget.least), budget.nodes - 1
+        if len(self.tokens) > room > 0:
+            floor = max(floor, sorted(self.scores[1:], reverse=True)[room - 1])
+        return self.scores[self.growing[0]] <= floor
+
+    def likeliest(self, budget: Budget) -> tuple[list[Node], list[float]]:
+        """The root and the best others, `budget.nodes` in all, the best first, and the scores of their paths."""
+        order = [0, *sorted(range(1, len(self.tokens)), key=self.scores.__getitem__, reverse=True)[: budget.nodes - 1]]
+        number = {-1: -1} | {node: place for place, node in enumerate(order)}
+        scores, floor = [self.scores[node] for node in order], floor_of(budget.least)
+        nodes = [
+            Node(self.tokens[node], number[self.parents[node]], int(score >= floor))
+            for node, score in zip(order, scores, strict=True)
+        ]
+        return nodes, scores
 
 
 def floor_of(least: float) -> float:

@@ -132,4 +132,4 @@ class Growing:
         states = self.drafter.blocks[self.head](self.read)
         said = self.drafter.head_logits(self.head, states)
         self.head += 1
-        return said.float().log_softmax(-1)
+        return said.log_softmax(-1, dtype=torch.float32)

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from models.sight import Looking, Sight, grouped
 from models.transfer import sent
@@ -68,7 +68,11 @@ class Rotary:
 
     def __init__(self, config: LlamaConfig, stretch: float):
         made = LlamaRotaryEmbedding(config)
-        self.frequencies, self.scale = made.inv_freq.float() / stretch, made.attention_scaling
+        slow = made.inv_freq.float() / stretch
+        self.frequencies, self.scale = (
+            torch.cat([-slow, slow]),
+            made.attention_scaling,
+        )  # each half turns towards the other
         self.asked: tuple[Tensor, torch.dtype] | None = None  # where `turns` were made for
         self.turns = torch.empty(0), torch.empty(0)
 
@@ -77,14 +81,16 @@ class Rotary:
         if self.asked is None or self.asked[0] is not position or self.asked[1] is not heads.dtype:
             self.asked, self.turns = (position, heads.dtype), self._at(position, heads.dtype)  # queries, then keys
         cos, sin = self.turns
-        return heads * cos + rotate_half(heads) * sin
+        return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
 
     def _at(self, position: Tensor, dtype: torch.dtype) -> Pair:
         """Cosines and sines [B, 1, S, C]."""
         self.frequencies = sent(self.frequencies, position.device)  # stays there
         angle = position[:, None, :, None] * self.frequencies
-        turn = torch.cat([angle, angle], dim=-1)
-        return (turn.cos() * self.scale).to(dtype), (turn.sin() * self.scale).to(dtype)
+        cos, sin = angle.cos(), angle.sin()
+        if self.scale != 1:
+            cos, sin = cos * self.scale, sin * self.scale
+        return cos.to(dtype), sin.to(dtype)
 
 
 class RMSNorm(nn.RMSNorm):

@@ -158,7 +158,7 @@ class Medusa(Drafter):
 
     def asking(self, committed: Committed, state: Any, depth: int) -> Ask:
         """What follows the nodes of each of `depth` levels: what a head says is the same below every node."""
-        levels = iter(self._guesses(committed.last_hidden, depth).float().log_softmax(-1).unbind(1))
+        levels = iter(self._guesses(committed.last_hidden, depth).log_softmax(-1, dtype=torch.float32).unbind(1))
         return lambda tokens, places: next(levels)[:, None]
 
     def _guesses(self, hidden: Tensor, depth: int) -> Tensor:

@@ -77,9 +77,12 @@ class Memory:
         held = self.pairs.get(layer)
         if held is None or end > held[0].shape[2]:
             held = self.pairs[layer] = grown(held, pairs[0], max(self.capacity, end + end // 2))
-        rows = torch.arange(len(slots), device=slots.device)[:, None]
+        rows, count = torch.arange(len(slots), device=slots.device)[:, None], slots.shape[1]
         for store, new in zip(held, pairs, strict=True):
-            store[rows, :, slots] = new.transpose(1, 2)
+            if len(slots) == 1:  # whose slots are neighbours
+                store[:, :, end - count : end] = new
+            else:
+                store[rows, :, slots] = new.transpose(1, 2)
         return held[0][:, :, :end], held[1][:, :, :end]
 
 
@@ -152,8 +155,9 @@ class Growing:
         tokens, last = last_pairs(committed)
         start = memory.seat(committed)
         self.state = read(drafter, memory, tokens, drafter.known(committed), start, last[:, None])
-        self.start = memory.length
-        self.ancestors = torch.zeros(len(self.start), 1, 0, dtype=torch.bool, device=self.start.device)
+        self.start, self.row = memory.length, torch.arange(len(tokens), device=tokens.device)[:, None]
+        self.furthest = int(self.start.max())
+        self.ancestors = torch.zeros(len(tokens), 1, 0, dtype=torch.bool, device=tokens.device)
         self.level = 0
 
     def __call__(self, tokens: Tensor, places: Tensor) -> Tensor:
@@ -161,27 +165,25 @@ class Growing:
         if self.level:
             self._descend(tokens, places)
         self.level += 1
-        return self.drafter.says(self.state).float().log_softmax(-1)
+        return self.drafter.says(self.state).log_softmax(-1, dtype=torch.float32)
 
     def _descend(self, tokens: Tensor, places: Tensor) -> None:
         """Take the states from the nodes that were asked last to their children `tokens`."""
-        drafter, (rows, count) = self.drafter, tokens.shape
-        row = torch.arange(rows, device=tokens.device)[:, None]
-        feature, above = drafter.fed(self.state[row, places]), self.ancestors[row, places]
-        same = torch.eye(count, dtype=torch.bool, device=tokens.device).expand(rows, -1, -1)
+        drafter, count = self.drafter, tokens.shape[1]
+        feature, above = drafter.fed(self.state[self.row, places]), self.ancestors[self.row, places]
+        same = torch.eye(count, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
         self.ancestors = torch.cat([above, same], dim=-1)
-        slots = (self.start + above.shape[-1])[:, None] + torch.arange(count, device=tokens.device)
+        guesses = self.start[:, None] + torch.arange(self.ancestors.shape[-1], device=tokens.device)
         position = (self.start + self.level - 1)[:, None].expand(-1, count)
-        seen = self._seen(int(slots.max()) + 1, position)
-        self.state = climb(drafter, self.memory, drafter.inputs(tokens, feature), position, slots, lambda _: seen)
+        seen = self._seen(guesses, position)
+        slots, inputs = guesses[:, -count:], drafter.inputs(tokens, feature)
+        self.state = climb(drafter, self.memory, inputs, position, slots, lambda _: seen)
 
-    def _seen(self, end: int, position: Tensor) -> Tensor:
-        """[B, F, S] what the nodes asked last see of the first `end` slots: the verified text and their ancestors."""
-        slot = torch.arange(end, device=position.device)
-        node = slot - self.start[:, None]
-        known = self.ancestors.shape[-1]
-        index = node.clamp(0, known - 1)[:, None].expand(-1, position.shape[1], -1)
-        near = torch.ones_like(index, dtype=torch.bool)
+    def _seen(self, guesses: Tensor, position: Tensor) -> Tensor:
+        """[B, F, S] what the nodes asked last see: the verified text and their ancestors, which stand among the slots
+        `guesses` [B, A]."""
+        slot, count = torch.arange(self.furthest + guesses.shape[1], device=guesses.device), position.shape[1]
+        seen = (slot < self.start[:, None, None]).repeat(1, count, 1)
         if self.drafter.window is not None:
-            near = position[..., None] - slot < self.drafter.window
-        return torch.where((node < 0)[:, None], near, self.ancestors.gather(2, index) & (node < known)[:, None])
+            seen &= position[..., None] - slot < self.drafter.window
+        return seen.scatter_(2, guesses[:, None].expand(-1, count, -1), self.ancestors)

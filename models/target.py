@@ -69,7 +69,7 @@ class Target:
         before = torch.ones(4, 4, dtype=torch.bool).tril()[None]
 
         def run() -> Tensor:
-            masks = self._masks(before, position[:, :, None] - position[:, None])
+            masks = self._masks(before, position, lambda: position)
             return self._run(input_ids=ids, attention_mask=masks, position_ids=position, use_cache=False)
 
         stock: list[Tensor] = []
@@ -173,17 +173,14 @@ class Target:
         The first `known` nodes were read by the passes before, since anything was kept: they are not read again.
         """
         cache.open(tree.tokens.shape[1] - known, known)
-        before = cache.lengths.to(self.device)[:, None]
+        before, new = cache.lengths.to(self.device)[:, None], slice(known, None)
         position = before + tree.depth
-        slot = torch.arange(cache.seen, device=self.device)
-        node = slot - before  # [B, S] below 0 in the history, otherwise a node of this tree
-        held = node < 0
-        index = node.clamp(0, tree.tokens.shape[1] - 1)
-        seen = tree.mask.gather(2, index[:, None].expand(-1, tree.tokens.shape[1], -1))
-        seen = torch.where(held[:, None], True, seen & (node < tree.tokens.shape[1])[:, None])
-        at = torch.where(held, slot, position.gather(1, index))
-        new = slice(known, None)
-        masks = self._masks(seen[:, new], position[:, new, None] - at[:, None])
+        slot, nodes = torch.arange(cache.seen, device=self.device), tree.mask[:, new]
+        where = (before + torch.arange(tree.tokens.shape[1], device=self.device))[:, None].expand_as(nodes)
+        seen = (slot < before[..., None]).repeat(1, nodes.shape[1], 1).scatter_(2, where, nodes)
+        masks = self._masks(
+            seen, position[:, new], lambda: slot.repeat(len(before), 1).scatter_(1, where[:, 0], position)
+        )
         hidden = self._run(
             input_ids=tree.tokens[:, new], attention_mask=masks, position_ids=position[:, new], cache=cache
         )
@@ -208,7 +205,7 @@ class Target:
             before = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=self.device).tril()
             seen = before & (mine[:, :, None] == mine[:, None])
             masks = {
-                "attention_mask": self._masks(seen, position[:, :, None] - position[:, None]),
+                "attention_mask": self._masks(seen, position, lambda: position),
                 "position_ids": position,
             }
         hidden = self._run(input_ids=ids, use_cache=False, **masks)
@@ -223,8 +220,9 @@ class Target:
             return hidden.new_empty(*hidden.shape[:2], 0)
         return torch.cat([self._caught[tap].to(hidden.device) for tap in self.taps], dim=-1)
 
-    def _masks(self, seen: Tensor, distance: Tensor) -> Tensor | dict[str, Tensor]:
-        """Additive masks [B, 1, N, S] from who may see whom, one for each kind of layer where the config lists kinds."""
+    def _masks(self, seen: Tensor, here: Tensor, there: Callable[[], Tensor]) -> Tensor | dict[str, Tensor]:
+        """Additive masks [B, 1, N, S] from who may see whom `seen` [B, N, S], at the positions `here` [B, N] and `there`
+        [B, S], which only a window asks for: one for each kind of layer where the config lists kinds."""
         window = sliding_window(self.config)
 
         def additive(allowed: Tensor) -> Tensor:
@@ -232,7 +230,7 @@ class Target:
             mask = blank.masked_fill_(~allowed, torch.finfo(self.dtype).min)[:, None]
             return mask.repeat(1, 1, self.repeats, 1) if self.repeats > 1 else mask
 
-        inside = seen if window is None else seen & (distance < window)
+        inside = seen if window is None else seen & (here[..., None] - there()[:, None] < window)
         kinds = getattr(self.config, "layer_types", None)
         if kinds is None:
             return additive(inside)

@@ -7,12 +7,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path as File
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import yaml
 from torch import Tensor
 
 Path = tuple[int, ...]  # the rank taken at each depth: (0, 2) is the third pick below the first pick
+
+
+class Node(NamedTuple):
+    """A guess as numbers in main memory."""
+
+    token: int
+    parent: int  # -1 at the root
+    valid: int  # 0 where the row does not use it
 
 
 @dataclass(frozen=True)
@@ -24,6 +34,16 @@ class TokenTree:
     valid: Tensor  # [B, N] a row may use fewer nodes; an unused one is never accepted
     child_probs: Tensor | None = None  # [B, N, V] what node n's children were drawn from; None: top picks
     scores: Tensor | None = None  # [B, N] log-probability of each node's path, where the drafter ranked nodes by it
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[list[Node], list[float]]], device: torch.device) -> "TokenTree":
+        """Each row's nodes, of which the unused ones stand last, with the scores of their paths; those no row uses are left out."""
+        used = max(sum(node.valid for node in nodes) for nodes, _ in rows)
+        listed, scores = [nodes[:used] for nodes, _ in rows], [scores[:used] for _, scores in rows]
+        told = torch.tensor(listed, device=device)  # at once: to start is most of what a small tensor costs
+        tree = cls(told[..., 0], told[..., 1], told[..., 2].bool(), scores=torch.tensor(scores, device=device))
+        tree.__dict__["listed"] = listed
+        return tree
 
     @classmethod
     def roots(cls, tokens: Tensor) -> "TokenTree":
@@ -39,18 +59,44 @@ class TokenTree:
         return cls(tokens, parents.expand_as(tokens), torch.ones_like(tokens, dtype=torch.bool))
 
     @cached_property
+    def listed(self) -> list[list[Node]]:
+        """[B][N] the nodes in main memory, where a walk from node to node takes less time than a kernel's start."""
+        return [
+            [Node(*node) for node in zip(*row, strict=True)]
+            for row in zip(*torch.stack([self.tokens, self.parents, self.valid.long()]).tolist(), strict=True)
+        ]
+
+    @cached_property
     def mask(self) -> Tensor:
         """[B, N, N] true where the column is the row's node itself or one of its ancestors."""
-        nodes = torch.arange(self.parents.shape[1], device=self.parents.device)
-        reach = (self.parents[..., None] == nodes) | (nodes[:, None] == nodes)
-        for _ in range(max(len(nodes) - 1, 1).bit_length()):  # each squaring doubles how far up a node sees
-            reach = torch.bmm(reach.float(), reach.float()) > 0
-        return reach
+        count = self.tokens.shape[1]
+        size, sights = -(-count // 8), []
+        for nodes in self.listed:
+            sees: list[int] = []  # each node's ancestors and itself, as the bits of a number
+            for number, node in enumerate(nodes):
+                sees.append(1 << number | (sees[node.parent] if 0 <= node.parent < number else 0))
+            sights += [bits.to_bytes(size, "little") for bits in sees]
+        bits = np.unpackbits(np.frombuffer(b"".join(sights), np.uint8).reshape(-1, size), 1, count, "little")
+        return torch.from_numpy(bits.view(bool)).unflatten(0, (-1, count)).to(self.parents.device)
 
     @cached_property
     def depth(self) -> Tensor:
         """[B, N] edges between the node and the root."""
-        return self.mask.sum(-1) - 1
+        depths = []
+        for nodes in self.listed:
+            depth: list[int] = []
+            for number, node in enumerate(nodes):
+                depth.append(depth[node.parent] + 1 if 0 <= node.parent < number else 0)
+            depths.append(depth)
+        return torch.tensor(depths, device=self.tokens.device)
+
+
+def path_to(nodes: Sequence[Node], leaf: int) -> list[int]:
+    """The numbers of the nodes from the root down to `leaf`."""
+    path = [leaf]
+    while path[-1]:
+        path.append(nodes[path[-1]].parent)
+    return path[::-1]
 
 
 def parents_of(paths: Sequence[Path]) -> list[int]:

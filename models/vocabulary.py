@@ -86,4 +86,4 @@ class DraftVocabulary(nn.Module):
 
     def to_target(self, tokens: Tensor) -> Tensor:
         """Target ids of draft ids."""
-        return tokens if (ids := self.ids) is None else ids[tokens]
+        return tokens + self.d2t[tokens] if self.reduced else tokens

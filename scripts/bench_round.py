@@ -1,4 +1,4 @@
-"""Where a round's time goes: python scripts/bench_round.py conf=eagle3_smol [decode.tokens=64 decode.nodes=10]
+"""Where a round's time goes: python scripts/bench_round.py conf=eagle3_smol [decode.prompts=4 decode.nodes=10]
 
 What a round takes beyond the bare calls of the same modules with the same shapes; a round with the drafter against a
 plain one; plain decoding against transformers' generate. Every figure on two clocks: wall time, which wants an idle
@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from rich.progress import track
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -108,12 +109,12 @@ class Parts:
         return 1 - median(one[clock] for one in self.bare) / self.round(clock)
 
 
-def take_apart(target: Target, drafter: Drafter, budget: Budget, prompt: list[int], limit: int) -> Parts:
-    """Rounds as they are, then the module calls of one like them alone, in turn.
+def take_apart(target: Target, drafter: Drafter, budget: Budget, prompt: list[int], limit: int, parts: Parts) -> None:
+    """Add to `parts` rounds as they are, then the module calls of one like them alone, in turn.
 
     Hooks would slow the round that is timed, so rounds are timed and listened to alternately.
     """
-    parts, turns = Parts(), rounds(target, drafter, [prompt], limit, budget)
+    turns = rounds(target, drafter, [prompt], limit, budget)
     for _ in range(SKIPPED):
         next(turns, None)
     while True:
@@ -122,7 +123,7 @@ def take_apart(target: Target, drafter: Drafter, budget: Budget, prompt: list[in
             with outermost() as calls:
                 next(turns)
         except StopIteration:
-            return parts
+            return
         parts.rounds.append(took)
         parts.bare.append(replay(calls, target))
 
@@ -157,19 +158,19 @@ def against_generate(target: Target, stock: PreTrainedModel, prompt: list[int], 
 
 
 def bench(run: Run) -> None:
-    """Print the three comparisons for the run's drafter, on the first prompt of its first set."""
+    """Print the three comparisons for the run's drafter: rounds of both arms on its prompts in turn, generate's on the first."""
     arm, how = arms_of(run)[0], run.decode
-    chosen = choose(how.bench[:1], open_tokenizer(run.target), 1, how.longest, 1)
-    prompt = next(iter(chosen.values()))[0].prompt()
+    chosen = choose(how.bench, open_tokenizer(run.target), how.prompts, how.longest, 1)
+    prompts = [script.prompt() for scripts in chosen.values() for script in scripts]
     target = open_target(run.target)
     drafter = open_drafter(arm.folder, arm.card, target)
-    print(
-        f"{arm.name} on {run.target.name}, {target.dtype}, {torch.get_num_threads()} threads, a prompt of {len(prompt)} tokens"
-    )
-    drafted = take_apart(target, drafter, arm.budget, prompt, how.tokens)
-    plain = take_apart(target, Plain(), Budget(nodes=1), prompt, how.tokens)
+    print(f"{arm.name} on {run.target.name}, {target.dtype}, {torch.get_num_threads()} threads, {len(prompts)} prompts")
+    drafted, plain = Parts(), Parts()
+    for prompt in track(prompts, "rounds"):
+        take_apart(target, drafter, arm.budget, prompt, how.tokens, drafted)
+        take_apart(target, Plain(), Budget(nodes=1), prompt, how.tokens, plain)
     stock = AutoModelForCausalLM.from_pretrained(served_folder(run.target), dtype=target.dtype)
-    ours = against_generate(target, stock.eval(), prompt, how.tokens)
+    ours = against_generate(target, stock.eval(), prompts[0], how.tokens)
     for clock in CLOCKS:
         faster = min("dynamic cache", "static cache", key=lambda name: ours[name][clock])
         print(

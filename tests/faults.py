@@ -12,7 +12,7 @@ from decode.accept import Accepted
 from laws import Text, World, drawn
 from models.cache import KVCache
 from models.sampling import Draw, Sampling
-from models.tree import Path, TokenTree
+from models.tree import Node, Path, TokenTree
 from reference import Tabled, sampled_by_walking
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -21,14 +21,8 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 def _walk(**switches: bool) -> Callable[..., tuple[list[int], int]]:
     """A walk to stand in for the product's."""
 
-    def walk(
-        children: list[list[int]], tokens: list[int], target_probs: Tensor, draft_probs: Tensor | None, draw: Draw
-    ) -> tuple[list[int], int]:
-        parents = [-1] * len(tokens)
-        for parent, below in enumerate(children):
-            for child in below:
-                parents[child] = parent
-        valid = [parent >= 0 for parent in parents]
+    def walk(nodes: list[Node], target_probs: Tensor, draft_probs: Tensor | None, draw: Draw) -> tuple[list[int], int]:
+        tokens, parents, valid = (list(part) for part in zip(*nodes, strict=True))
         guess = None if draft_probs is None else draft_probs.tolist()
         return sampled_by_walking(tokens, parents, valid, target_probs.tolist(), guess, draw, **switches)
 

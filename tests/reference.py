@@ -278,7 +278,7 @@ def prefix_by_hand(layer: Any, hidden: Tensor, position: int) -> Tensor:
 
     def turned(vector: Tensor, at: int) -> Tensor:
         half = width // 2
-        angle = at * attention.rotary.frequencies
+        angle = at * attention.rotary.frequencies[half:]
         low, high = vector[:half], vector[half:]
         return torch.cat([low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin()])
 
