@@ -77,10 +77,10 @@ class KVCache(Cache):
     @torch.inference_mode()  # the store was made by the target's passes, which run in it
     def keep(self, path: Tensor, length: Tensor) -> None:
         """Keep the first `length` [B] nodes of `path` [B, P] of the last pass, in path order; drop the rest."""
-        counts = length.tolist()
+        length = length.cpu()
         moves = [
             (row, at, node)
-            for row, (nodes, count) in enumerate(zip(path.tolist(), counts, strict=True))
+            for row, (nodes, count) in enumerate(zip(path.tolist(), length.tolist(), strict=True))
             for at, node in enumerate(nodes[:count])
             if at != node
         ]
@@ -89,7 +89,7 @@ class KVCache(Cache):
             before = self.lengths[row]
             row, goal, source = (part.to(self.where) for part in (row, before + at, before + node))
             self.store[:, :, row, :, goal] = self.store[:, :, row, :, source]
-        self.lengths += torch.tensor(counts)
+        self.lengths += length
 
     def reset(self, rows: Tensor | None = None) -> None:
         """Forget what `rows` [R] held, or all."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from models.drafter import Budget, Committed, Drafter, ahead
+from models.drafter import Budget, Committed, Drafter
 from models.growth import grow
 from models.layer import Layer, Pair, PlainLayer
 from models.sampling import Voice
@@ -142,7 +142,7 @@ def last_pairs(committed: Committed) -> tuple[Tensor, Tensor]:
     """[B, P] the token after each committed one, the bonus token last, and [B] the number of each row's last pair."""
     row = torch.arange(len(committed.length), device=committed.tokens.device)
     last = (committed.length - 1).clamp(min=0)
-    tokens = ahead(committed.tokens, 1)
+    tokens = torch.cat([committed.tokens[:, 1:], committed.bonus[:, None]], dim=1)
     tokens[row, last] = committed.bonus
     return tokens, last
 

@@ -57,6 +57,8 @@ class Target:
         self._caught: dict[int, Tensor] = {}
         self.product: Callable[[Tensor], Tensor] = model.get_output_embeddings()
         self.repeats = 1  # of a mask's rows
+        lowest = torch.finfo(self.dtype).min
+        self._open, self._shut = torch.tensor([0.0, lowest], dtype=self.dtype, device=self.device)  # what a mask adds
         if hasten and packs(self.device, self.dtype) and not spread_out(self.layers):
             self._hasten()
         probe(self)
@@ -226,9 +228,8 @@ class Target:
         window = sliding_window(self.config)
 
         def additive(allowed: Tensor) -> Tensor:
-            blank = torch.zeros(allowed.shape, dtype=self.dtype, device=self.device)
-            mask = blank.masked_fill_(~allowed, torch.finfo(self.dtype).min)[:, None]
-            return mask.repeat(1, 1, self.repeats, 1) if self.repeats > 1 else mask
+            rows = allowed.repeat(1, self.repeats, 1) if self.repeats > 1 else allowed
+            return torch.where(rows, self._open, self._shut)[:, None]
 
         inside = seen if window is None else seen & (here[..., None] - there()[:, None] < window)
         kinds = getattr(self.config, "layer_types", None)

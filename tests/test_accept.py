@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from decode.accept import Accepted, Typical, accept, accept_greedy, accept_sampled
+from decode.accept import Accepted, Typical, accept, accept_greedy, accept_sampled, first_of_largest
 from models.sampling import Draw, Sampling, Voice
 from models.tree import TokenTree
 from reference import greedy_by_walking, outcomes, probs_by_hand, sampled_by_walking, typical_by_walking
@@ -203,6 +203,17 @@ def test_of_two_equal_siblings_greedy_takes_the_one_that_goes_further() -> None:
     tree = TokenTree(torch.tensor([[0, 3, 3, 2]]), torch.tensor([[-1, 0, 0, 2]]), torch.ones(1, 4, dtype=torch.bool))
     choice = torch.tensor([[3, 2, 2, 4]])
     assert unpadded(accept_greedy(tree, torch.nn.functional.one_hot(choice, V).float())) == [([0, 2, 3], 4)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_the_largest_logit_is_the_first_of_equals_whatever_the_signs(dtype: torch.dtype) -> None:
+    """Rows of few values tie; one row lies below zero, where the bits of floats are in reverse, and one ends at zero."""
+    rows = torch.randint(-9, 9, (2, 40, 30), generator=torch.Generator().manual_seed(0)).to(dtype) / 4
+    rows[0, 1], rows[0, 2] = -rows[0, 1].abs() - 1, -rows[0, 2].abs()
+    rows[1, 0, 5:9] = torch.tensor([0.0, -0.0, -torch.inf, torch.inf])
+    for logits in (rows, rows[:1, :1], rows[1:, 3:], rows[:1, 2:3]):
+        wanted = [[row.index(max(row)) for row in some] for some in logits.tolist()]
+        assert first_of_largest(logits) == wanted
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
