@@ -42,7 +42,7 @@ class TokenTree:
         listed, scores = [nodes[:used] for nodes, _ in rows], [scores[:used] for _, scores in rows]
         told = torch.tensor(listed, device=device)  # at once: to start is most of what a small tensor costs
         tree = cls(told[..., 0], told[..., 1], told[..., 2].bool(), scores=torch.tensor(scores, device=device))
-        tree.__dict__["listed"] = listed
+        tree.__dict__["listed"] = listed  # what would be read back from the device
         return tree
 
     @classmethod
