@@ -152,7 +152,6 @@ class Candidates:
     def __init__(self, root: int):
         self.tokens, self.parents, self.scores = [root], [-1], [0.0]  # scores are log-probabilities of paths
         self.growing = [0]  # the nodes that were asked last, or are to be asked next
-        self.level = range(1)  # the nodes of the last level
         self.places = [0]  # where the parents of `growing` stood among those that grew before
 
     @property
@@ -168,8 +167,8 @@ class Candidates:
             self.tokens += picks[here]
             self.parents += [node] * width
             self.scores += [self.scores[node] + own for own in worth[here]]
-        self.level = range(first, len(self.tokens))
-        self.growing = sorted(self.level, key=self.scores.__getitem__, reverse=True)[:branch]
+        made = range(first, len(self.tokens))
+        self.growing = sorted(made, key=self.scores.__getitem__, reverse=True)[:branch]
         self.places = [(node - first) // width for node in self.growing]
 
     def barren(self, budget: Budget) -> bool:

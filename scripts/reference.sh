@@ -2,7 +2,7 @@
 # Train and measure the reference drafters of SmolLM2-135M-Instruct, once: they stay in the user's cache, in folders
 # named by what shapes them (code, confs and corpus), and a run that was stopped goes on.
 #   bash scripts/reference.sh        ten minutes of training each
-#   bash scripts/reference.sh long   45 minutes each
+#   bash scripts/reference.sh long   twenty minutes each, where the CPU has bf16 instructions
 set -euo pipefail
 cd "$(dirname "$0")/.."
 case ${1:-short} in
