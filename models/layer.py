@@ -69,10 +69,8 @@ class Rotary:
     def __init__(self, config: LlamaConfig, stretch: float):
         made = LlamaRotaryEmbedding(config)
         slow = made.inv_freq.float() / stretch
-        self.frequencies, self.scale = (
-            torch.cat([-slow, slow]),
-            made.attention_scaling,
-        )  # each half turns towards the other
+        self.frequencies = torch.cat([-slow, slow])  # each half of a head turns towards the other
+        self.scale = made.attention_scaling
         self.asked: tuple[Tensor, torch.dtype] | None = None  # where `turns` were made for
         self.turns = torch.empty(0), torch.empty(0)
 

@@ -67,28 +67,31 @@ class TokenTree:
         ]
 
     @cached_property
+    def sights(self) -> list[list[int]]:
+        """[B][N] whom each node sees, itself and its ancestors, as the bits of a number."""
+        every = []
+        for nodes in self.listed:
+            sees: list[int] = []
+            for number, node in enumerate(nodes):
+                sees.append(1 << number | (sees[node.parent] if 0 <= node.parent < number else 0))
+            every.append(sees)
+        return every
+
+    @cached_property
     def mask(self) -> Tensor:
         """[B, N, N] true where the column is the row's node itself or one of its ancestors."""
         count = self.tokens.shape[1]
-        size, sights = -(-count // 8), []
-        for nodes in self.listed:
-            sees: list[int] = []  # each node's ancestors and itself, as the bits of a number
-            for number, node in enumerate(nodes):
-                sees.append(1 << number | (sees[node.parent] if 0 <= node.parent < number else 0))
-            sights += [bits.to_bytes(size, "little") for bits in sees]
-        bits = np.unpackbits(np.frombuffer(b"".join(sights), np.uint8).reshape(-1, size), 1, count, "little")
-        return torch.from_numpy(bits.view(bool)).unflatten(0, (-1, count)).to(self.parents.device)
+        size = -(-count // 8)
+        packed = b"".join(bits.to_bytes(size, "little") for sees in self.sights for bits in sees)
+        seen = np.unpackbits(np.frombuffer(packed, np.uint8).reshape(-1, size), 1, count, "little")
+        return torch.from_numpy(seen.view(bool)).unflatten(0, (-1, count)).to(self.parents.device)
 
     @cached_property
     def depth(self) -> Tensor:
         """[B, N] edges between the node and the root."""
-        depths = []
-        for nodes in self.listed:
-            depth: list[int] = []
-            for number, node in enumerate(nodes):
-                depth.append(depth[node.parent] + 1 if 0 <= node.parent < number else 0)
-            depths.append(depth)
-        return torch.tensor(depths, device=self.tokens.device)
+        return torch.tensor(
+            [[bits.bit_count() - 1 for bits in sees] for sees in self.sights], device=self.tokens.device
+        )
 
 
 def path_to(nodes: Sequence[Node], leaf: int) -> list[int]:

@@ -67,9 +67,11 @@ def train(words: list[str]) -> None:
             print(f"\n{READ}{float(read.total / read.counted)!r}")
         return forward(trainee, batch)
 
-    Journal.step, Trainee.forward = tell, both  # type: ignore[method-assign]
+    Journal.step = tell  # type: ignore[method-assign]
     if AWAY in words:
         Trainee.__init__ = away  # type: ignore[method-assign]
+    else:
+        Trainee.forward = both  # type: ignore[method-assign]
     sys.argv[1:] = [word for word in words if word != AWAY]
     command("train.job:train")()
 
