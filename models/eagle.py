@@ -117,7 +117,7 @@ class Eagle(FeatureDrafter):
         sight = Sight(seats.asking, batch.document, self.window, device)
         queries = seats.spread(attention.queries(pair[row, at][None], batch.position[row, at][None]), 0)
         found = attention.found_with_own(queries, attention.pairs(pair, batch.position), sight, [])
-        return self.layer.outputs(base[row, at], attention.o_proj(seats.gathered(found, 0)))
+        return self.layer.outputs(base[row, at], seats.gathered(found, 0))
 
     def _noise(self, batch: FeatureBatch) -> Tensor:
         """[B, T, D] drawn on the CPU, whose generator a checkpoint keeps; padding is alone and reads nothing."""

@@ -160,7 +160,7 @@ class Eagle3(Fused):
                 mine = (*mine, (seats.spread(new[0], step), seats.spread(new[1], step)))
             queries = seats.spread(attention.queries(pair[None], position), step)
             found = seats.gathered(attention.found_with_own(queries, keys, sight, mine), step)
-            state = layer.outputs(base, attention.o_proj(found))
+            state = layer.outputs(base, found)
             grown.append(mine)
         return state, grown
 
@@ -176,7 +176,7 @@ class Eagle3(Fused):
             assert isinstance(layer, PlainLayer)
             attention = below.self_attn
             heads = attention.found_with_own(attention.queries(pair, batch.position), found[-1], sight, [])
-            state = below.outputs(base, attention.o_proj(heads.transpose(1, 2).flatten(2)))
+            state = below.outputs(base, heads.transpose(1, 2).flatten(2))
             pair, base = layer.inputs(state)
             found.append(layer.self_attn.pairs(pair, batch.position))
         return found

@@ -11,9 +11,9 @@ from transformers import LlamaConfig
 from models.drafter import Committed, FeatureBatch
 from models.ends import Ends
 from models.growth import Ask
-from models.layer import Pair, PlainLayer, layer_config
+from models.layer import PlainLayer, layer_config
 from models.medusa import Medusa, Residual
-from models.stack import Memory
+from models.stack import Memory, read
 from models.transfer import sent
 
 
@@ -41,15 +41,6 @@ class Prefix(PlainLayer):
         super().__init__(config)
         nn.init.zeros_(self.self_attn.o_proj.weight)
         nn.init.zeros_(self.mlp.down_proj.weight)
-
-    def pairs(self, hidden: Tensor, position: Tensor) -> Pair:
-        """Keys and values of `hidden` [B, P, D] at `position` [B, P]."""
-        return self.self_attn.pairs(self.inputs(hidden)[0], position)
-
-    def forward(self, hidden: Tensor, position: Tensor, pairs: Pair, seen: Tensor) -> Tensor:
-        """[B, Q, D] of `hidden` [B, Q, D] at `position` [B, Q], each looking where `seen` [B, Q, S] is true."""
-        normed, base = self.inputs(hidden)
-        return self.outputs(base, self.self_attn.mixed(self.self_attn.queries(normed, position), pairs, seen))
 
 
 class Hydra(Medusa):
@@ -90,7 +81,7 @@ class Hydra(Medusa):
         earlier = batch.position[:, None] <= batch.position[..., None]
         document = sent(batch.document, hidden.device)
         seen = earlier & (document[:, None] == document[..., None])
-        return self.prefix(hidden, batch.position, self.prefix.pairs(hidden, batch.position), seen)
+        return self.prefix.through(self.prefix.inputs(hidden), batch.position, seen)
 
     def states(self, head: int, batch: FeatureBatch, read: Tensor, row: Tensor, at: Tensor) -> Tensor:
         path = at[:, None] + 1 + torch.arange(head + 1, device=at.device)
@@ -109,13 +100,8 @@ class Hydra(Medusa):
     def _follow(self, committed: Committed, memory: Memory) -> Tensor:
         """Let the prefix layer read what was committed: its state [B, D] at each row's last token."""
         assert self.prefix is not None
-        device = committed.tokens.device
-        row, last = torch.arange(len(committed.length), device=device), (committed.length - 1).clamp(min=0)
-        slots = memory.seat(committed)[:, None] + torch.arange(committed.tokens.shape[1], device=device)
-        pairs = memory.write(self.prefix.pairs(committed.hidden, slots), slots)
-        at = slots[row, last][:, None]
-        seen = torch.arange(pairs[0].shape[2], device=device) <= at
-        return self.prefix(committed.hidden[row, last][:, None], at, pairs, seen[:, None])[:, 0]
+        last = (committed.length - 1).clamp(min=0)[:, None]
+        return read([self.prefix], memory, self.prefix.inputs(committed.hidden), memory.seat(committed), last)[:, 0]
 
 
 class Growing:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from models.packed import added, together
 from models.sight import Looking, Sight, grouped
 from models.transfer import sent
 
@@ -101,13 +102,13 @@ class RMSNorm(nn.RMSNorm):
 class Attention(nn.Module):
     """Projections of grouped-query attention that reads `width_in` wide inputs, with rotary positions."""
 
-    joined = ("k_proj", "v_proj", "q_proj")  # asked for one input: when packed, one product
+    joined = ("q_proj", "k_proj", "v_proj")  # asked for one input: when packed, one product
 
     def __init__(self, config: LlamaConfig, width_in: int, stretch: float = 1.0):
         super().__init__()
         heads, groups = config.num_attention_heads, cast(int, config.num_key_value_heads)
         width = cast(int, config.head_dim)
-        self.groups, self.width = groups, width
+        self.groups, self.shared, self.width = groups, heads // groups, width
         self.q_proj = nn.Linear(width_in, heads * width, bias=False)
         self.k_proj = nn.Linear(width_in, groups * width, bias=False)
         self.v_proj = nn.Linear(width_in, groups * width, bias=False)
@@ -122,16 +123,25 @@ class Attention(nn.Module):
         """Keys and values [B, G, S, C] of inputs [B, S, width_in] at `position` [B, S]."""
         return self.rotary(self._heads(self.k_proj(states)), position), self._heads(self.v_proj(states))
 
+    def queries_and_pairs(self, states: Tensor, position: Tensor) -> tuple[Tensor, Pair]:
+        """Both of inputs [B, S, width_in] at `position` [B, S], in as few operations as it takes."""
+        every = self._heads(together([self.q_proj, self.k_proj, self.v_proj], states))
+        turned = every.shape[1] - self.groups
+        queries, keys = self.rotary(every[:, :turned], position).split([turned - self.groups, self.groups], dim=1)
+        return queries, (keys, every[:, turned:])
+
     def _heads(self, states: Tensor) -> Tensor:
         return states.unflatten(-1, (-1, self.width)).transpose(1, 2)
 
-    def mixed(self, queries: Tensor, pairs: Pair, seen: Tensor) -> Tensor:
-        """[B, Q, D] attention of `queries` over `pairs`, each to where `seen` [B, Q, S] is true."""
-        keys, values = pairs
+    def mask(self, seen: Tensor) -> Tensor:
+        """[B, 1, H/G * Q, S] what `found` asks for where queries see what `seen` [B, Q, S] says."""
+        return seen.repeat(1, self.shared, 1)[:, None]
+
+    def found(self, queries: Tensor, pairs: Pair, mask: Tensor) -> Tensor:
+        """[B, Q, H*C] what `queries` find in `pairs` where `mask` lets them look."""
         rows = queries.unflatten(1, (self.groups, -1)).flatten(2, 3)  # heads of a group are rows: keys are read once
-        mask = seen.repeat(1, queries.shape[1] // self.groups, 1)[:, None]
-        out = nn.functional.scaled_dot_product_attention(rows, keys, values, attn_mask=mask)
-        return self.o_proj(out.reshape(queries.shape).transpose(1, 2).flatten(2))
+        found = nn.functional.scaled_dot_product_attention(rows, *pairs, attn_mask=mask)
+        return found.reshape(queries.shape).transpose(1, 2).flatten(2)
 
     def found_with_own(self, queries: Tensor, pairs: Pair, sight: Sight, own: Sequence[Pair]) -> Tensor:
         """[B, H, Q, C] what `queries` find in `pairs` as `sight` allows and each in its own keys of `own`, [B, G, Q, C].
@@ -162,8 +172,9 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, states: Tensor) -> Tensor:
-        return self.down_proj(nn.functional.silu(self.gate_proj(states)) * self.up_proj(states))
+    def forward(self, states: Tensor, plus: Tensor) -> Tensor:
+        """That of `states`, added to `plus`."""
+        return added(self.down_proj, nn.functional.silu(self.gate_proj(states)) * self.up_proj(states), plus)
 
 
 class Layer(nn.Module):
@@ -175,10 +186,16 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def outputs(self, base: Tensor, mixed: Tensor) -> Tensor:
-        """The layer's output [..., D] from what attention found."""
-        states = base + mixed
-        return states + self.mlp(self.post_attention_layernorm(states))
+    def outputs(self, base: Tensor, found: Tensor) -> Tensor:
+        """The layer's output [..., D] from what attention `found` [..., H*C]."""
+        states = added(self.self_attn.o_proj, found, base)
+        return self.mlp(self.post_attention_layernorm(states), states)
+
+    def through(self, inputs: tuple[Tensor, Tensor], position: Tensor, seen: Tensor) -> Tensor:
+        """[B, N, D] the layer's output for its `inputs` at `position` [B, N], each of which sees what `seen` [B, N, N] says."""
+        attention, (entering, base) = self.self_attn, inputs
+        queries, pairs = attention.queries_and_pairs(entering, position)
+        return self.outputs(base, attention.found(queries, pairs, attention.mask(seen)))
 
 
 class PlainLayer(Layer):

@@ -117,6 +117,19 @@ class Part(nn.Module):
         return self.whole.part(self.place, states)
 
 
+def together(layers: Sequence[nn.Module], states: Tensor) -> Tensor:
+    """What each of `layers` makes of `states` [..., in], side by side; where they were packed, as one product."""
+    first = layers[0]
+    if isinstance(first, Part):
+        return first.whole.product(states)
+    return torch.cat([layer(states) for layer in layers], dim=-1)
+
+
+def added(layer: nn.Module, states: Tensor, plus: Tensor) -> Tensor:
+    """What `layer` makes of `states`, added to `plus`: by the product itself, where it is a packed one."""
+    return layer(states, plus) if isinstance(layer, PackedLinear) else plus + layer(states)
+
+
 def joined_bias(layers: Sequence[nn.Linear]) -> Tensor | None:
     """The biases one after the other, zeros where a layer has none; None where no layer has one."""
     if all(layer.bias is None for layer in layers):

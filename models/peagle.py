@@ -20,7 +20,7 @@ from models.drafter import Budget, Committed, FeatureBatch, Loss, ahead, asked, 
 from models.ends import Ends
 from models.fused import Fused
 from models.growth import grow
-from models.layer import Layer, PlainLayer
+from models.layer import PlainLayer
 from models.losses import Head, Objective
 from models.questions import Questions
 from models.sampling import Voice
@@ -150,10 +150,10 @@ class PEagle(Fused):
 
     def _through(self, tokens: Tensor, feature: Tensor, position: Tensor, seen: Tensor) -> Tensor:
         """[B, N, D] all states above the stack."""
-        state = through(self.midlayer, self.inputs(tokens, feature), position, seen)
+        state = self.midlayer.through(self.inputs(tokens, feature), position, seen)
         for layer in self.stack[1:]:
             assert isinstance(layer, PlainLayer)
-            state = through(layer, layer.inputs(state), position, seen)
+            state = layer.through(layer.inputs(state), position, seen)
         return state
 
     @torch.inference_mode()
@@ -172,20 +172,14 @@ class PEagle(Fused):
         """Logits [B, depth, V] of the `depth` tokens after the bonus token: the new pairs, and elements behind them."""
         tokens, last = last_pairs(committed)
         tokens = torch.cat([tokens, tokens[:, :1].repeat(1, depth - 1)], dim=1)
-        wanted = last[:, None] + torch.arange(depth, device=last.device)
-        ahead_of = torch.arange(tokens.shape[1], device=last.device) > last[:, None]
+        wanted = last + torch.arange(depth, device=last.device)
+        ahead_of = torch.arange(tokens.shape[1], device=last.device) > last
         known = self.known(committed)
         known = torch.cat([known, known[:, :1].repeat(1, depth - 1, 1)], dim=1)
         feature = torch.where(ahead_of[..., None], self.fused(self.mask_hidden), known)
         tokens = tokens.masked_fill(ahead_of, self.mask_token)
-        return self.says(read(self, memory, tokens, feature, memory.seat(committed), wanted))
-
-
-def through(layer: Layer, inputs: tuple[Tensor, Tensor], position: Tensor, seen: Tensor) -> Tensor:
-    """[B, N, D] what `layer` makes of its inputs at `position` [B, N], each of which sees what `seen` [B, N, N] says."""
-    attention, (entering, base) = layer.self_attn, inputs
-    mixed = attention.mixed(attention.queries(entering, position), attention.pairs(entering, position), seen)
-    return layer.outputs(base, mixed)
+        inputs = self.inputs(tokens, feature)
+        return self.says(read(self.stack, memory, inputs, memory.seat(committed), wanted, self.window))
 
 
 def elements(length: int, where: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:

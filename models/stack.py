@@ -60,29 +60,27 @@ class Memory:
     """For each layer keys and values [B, G, capacity, C] of the pairs that the target has verified."""
 
     def __init__(self, rows: int, capacity: int):
-        self.length = torch.zeros(rows, dtype=torch.long)  # [B] verified pairs
+        self.start, self.length = [0] * rows, [0] * rows  # where each row's new pairs begin, and its verified ones end
         self.capacity = capacity
         self.pairs: dict[int, Pair] = {}
 
     def seat(self, committed: Committed) -> Tensor:
         """[B] where each row's new pairs begin; a fresh row forgets who sat there."""
-        self.length = self.length.to(committed.tokens.device).masked_fill(committed.fresh, 0)
-        start = self.length
-        self.length = start + committed.length
-        return start
+        fresh = committed.fresh.tolist()
+        self.start = [0 if anew else held for anew, held in zip(fresh, self.length, strict=True)]
+        self.length = [begin + new for begin, new in zip(self.start, committed.length.tolist(), strict=True)]
+        return torch.tensor(self.start, device=committed.tokens.device)
 
-    def write(self, pairs: Pair, slots: Tensor, layer: int = 0) -> Pair:
-        """Put `pairs` [B, G, N, C] of `layer` into `slots` [B, N] and return all up to the last of them."""
-        end = int(slots.max()) + 1
+    def write(self, pairs: Pair, slots: Tensor, end: int, layer: int = 0) -> Pair:
+        """Put `pairs` [B, G, N, C] of `layer` into `slots` [B, N] and return all up to `end`, which is behind the last of them."""
         held = self.pairs.get(layer)
         if held is None or end > held[0].shape[2]:
             held = self.pairs[layer] = grown(held, pairs[0], max(self.capacity, end + end // 2))
-        rows, count = torch.arange(len(slots), device=slots.device)[:, None], slots.shape[1]
         for store, new in zip(held, pairs, strict=True):
             if len(slots) == 1:  # whose slots are neighbours
-                store[:, :, end - count : end] = new
+                store[:, :, end - new.shape[2] : end] = new
             else:
-                store[rows, :, slots] = new.transpose(1, 2)
+                store[torch.arange(len(slots), device=slots.device)[:, None], :, slots] = new.transpose(1, 2)
         return held[0][:, :, :end], held[1][:, :, :end]
 
 
@@ -96,55 +94,59 @@ def grown(held: Pair | None, like: Tensor, room: int) -> Pair:
 
 
 def climb(
-    drafter: FeatureDrafter,
+    stack: Sequence[Layer],
     memory: Memory,
     inputs: tuple[Tensor, Tensor],
     position: Tensor,
     slots: Tensor,
+    end: int,
     seen: Seen,
     wanted: Tensor | None = None,
 ) -> Tensor:
-    """The states [B, Q, D] above the stack of new elements at `position` and `slots` [B, N], which are remembered.
+    """The states [B, Q, D] above the `stack` of new elements at `position` and `slots` [B, N], which are remembered;
+    `end` is behind the last slot.
 
     Only `wanted` [B, Q] of them (all) are asked of the last layer.
     """
-    (pair, base), stack = inputs, drafter.stack
+    (pair, base), state = inputs, inputs[1]
     for number, layer in enumerate(stack):
-        pairs = memory.write(layer.self_attn.pairs(pair, position), slots, number)
+        if number:
+            assert isinstance(layer, PlainLayer)
+            pair, base = layer.inputs(state)
+        attention = layer.self_attn
+        queries, new = attention.queries_and_pairs(pair, position)
+        pairs = memory.write(new, slots, end, number)
         if wanted is not None and number == len(stack) - 1:
             row = torch.arange(len(wanted), device=wanted.device)[:, None]
-            pair, base, position, slots = (part[row, wanted] for part in (pair, base, position, slots))
-        mixed = layer.self_attn.mixed(layer.self_attn.queries(pair, position), pairs, seen(slots))
-        state = layer.outputs(base, mixed)
-        if number < len(stack) - 1:
-            above = stack[number + 1]
-            assert isinstance(above, PlainLayer)
-            pair, base = above.inputs(state)
+            queries, base, slots = queries[row, :, wanted].transpose(1, 2), base[row, wanted], slots[row, wanted]
+        state = layer.outputs(base, attention.found(queries, pairs, attention.mask(seen(slots))))
     return state
 
 
 def read(
-    drafter: FeatureDrafter, memory: Memory, tokens: Tensor, feature: Tensor, start: Tensor, wanted: Tensor
+    stack: Sequence[Layer],
+    memory: Memory,
+    inputs: tuple[Tensor, Tensor],
+    start: Tensor,
+    wanted: Tensor,
+    window: int | None = None,
 ) -> Tensor:
-    """The states [B, Q, D] of `wanted` [B, Q] among `tokens` [B, N] with `feature` [B, N, D], a text that goes on at
-    slot `start` [B]."""
-    slots = start[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-    end, window = int(slots.max()) + 1, drafter.window
+    """The states [B, Q, D] of `wanted` [B, Q] above the `stack`, whose `inputs` [B, N, ...] are a text that goes on at slot
+    `start` [B]."""
+    count, device = inputs[0].shape[1], start.device
+    slots, end = start[:, None] + torch.arange(count, device=device), max(memory.start) + count
 
     def seen(here: Tensor) -> Tensor:
-        back = here[..., None] - torch.arange(end, device=here.device)
+        back = here[..., None] - torch.arange(end, device=device)
         return (back >= 0) if window is None else (back >= 0) & (back < window)
 
-    return climb(drafter, memory, drafter.inputs(tokens, feature), slots, slots, seen, wanted)
+    return climb(stack, memory, inputs, slots, slots, end, seen, wanted)
 
 
 def last_pairs(committed: Committed) -> tuple[Tensor, Tensor]:
-    """[B, P] the token after each committed one, the bonus token last, and [B] the number of each row's last pair."""
-    row = torch.arange(len(committed.length), device=committed.tokens.device)
-    last = (committed.length - 1).clamp(min=0)
-    tokens = torch.cat([committed.tokens[:, 1:], committed.bonus[:, None]], dim=1)
-    tokens[row, last] = committed.bonus
-    return tokens, last
+    """[B, P] the token after each committed one, the bonus token last, and [B, 1] the number of each row's last pair."""
+    last, bonus = (committed.length - 1).clamp(min=0)[:, None], committed.bonus[:, None]
+    return torch.cat([committed.tokens[:, 1:], bonus], dim=1).scatter_(1, last, bonus), last
 
 
 class Growing:
@@ -153,10 +155,9 @@ class Growing:
     def __init__(self, drafter: FeatureDrafter, committed: Committed, memory: Memory):
         self.drafter, self.memory = drafter, memory
         tokens, last = last_pairs(committed)
-        start = memory.seat(committed)
-        self.state = read(drafter, memory, tokens, drafter.known(committed), start, last[:, None])
-        self.start, self.row = memory.length, torch.arange(len(tokens), device=tokens.device)[:, None]
-        self.furthest = int(self.start.max())
+        start, inputs = memory.seat(committed), drafter.inputs(tokens, drafter.known(committed))
+        self.state = read(drafter.stack, memory, inputs, start, last, drafter.window)
+        self.start, self.row = start + committed.length, torch.arange(len(tokens), device=tokens.device)[:, None]
         self.ancestors = torch.zeros(len(tokens), 1, 0, dtype=torch.bool, device=tokens.device)
         self.level = 0
 
@@ -175,14 +176,15 @@ class Growing:
         self.ancestors = torch.cat([above, same], dim=-1)
         guesses = self.start[:, None] + torch.arange(self.ancestors.shape[-1], device=tokens.device)
         position = (self.start + self.level - 1)[:, None].expand(-1, count)
-        seen = self._seen(guesses, position)
         slots, inputs = guesses[:, -count:], drafter.inputs(tokens, feature)
-        self.state = climb(drafter, self.memory, inputs, position, slots, lambda _: seen)
+        end = max(self.memory.length) + guesses.shape[1]
+        seen = self._seen(guesses, position, end)
+        self.state = climb(drafter.stack, self.memory, inputs, position, slots, end, lambda _: seen)
 
-    def _seen(self, guesses: Tensor, position: Tensor) -> Tensor:
-        """[B, F, S] what the nodes asked last see: the verified text and their ancestors, which stand among the slots
+    def _seen(self, guesses: Tensor, position: Tensor, end: int) -> Tensor:
+        """[B, F, end] what the nodes asked last see: the verified text and their ancestors, which stand among the slots
         `guesses` [B, A]."""
-        slot, count = torch.arange(self.furthest + guesses.shape[1], device=guesses.device), position.shape[1]
+        slot, count = torch.arange(end, device=guesses.device), position.shape[1]
         seen = (slot < self.start[:, None, None]).repeat(1, count, 1)
         if self.drafter.window is not None:
             seen &= position[..., None] - slot < self.drafter.window

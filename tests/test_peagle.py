@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from eagles import VOCABULARY, WIDTH, shaken, small_batch, small_ends
 from models.drafter import Budget, Committed, FeatureBatch, asked
 from models.layer import PlainLayer, layer_config
-from models.peagle import PEagle, through
+from models.peagle import PEagle
 from models.sampling import Voice
 from models.tree import chain
 
@@ -142,7 +142,7 @@ def test_a_layer_above_the_first_is_transformers_own():
     turns = LlamaRotaryEmbedding(config)(states, position)
     wanted = theirs(states, attention_mask=mask, position_ids=position, position_embeddings=turns)
     seen = torch.ones(2, 7, 7, dtype=torch.bool).tril()
-    torch.testing.assert_close(through(ours, ours.inputs(states), position, seen), wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(ours.through(ours.inputs(states), position, seen), wanted, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
