@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import track
 
 from conf.schema import Accept, Decode, Proposal, Run
 from decode.accept import Typical
@@ -24,6 +23,7 @@ from decode.hindsight import divergences, overlap_by_depth, sample_text
 from decode.journal import write_trace
 from decode.opening import called, open_drafter, open_target, open_tokenizer
 from decode.page import write_page
+from decode.progress import tracked
 from decode.prompts import Dialogue, choose, exchanges, most_exchanges
 from decode.report import Report, write_report
 from models.drafter import Budget, Drafter, Plain
@@ -120,7 +120,7 @@ def decode_all(
     in_turn(partial(decode, limit=8), guessers, [warm], 1)  # first calls compile and allocate
     samples: list[list[Sample]] = [[] for _ in guessers[1:]]
     begun = dict.fromkeys(chosen, 0)
-    work = track(
+    work = tracked(
         exchanges(chosen, how.rows, how.longest), "decoding", most_exchanges(chosen, how.rows), console=console
     )
     for number, (bench, dialogues) in enumerate(work):

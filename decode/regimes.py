@@ -13,7 +13,6 @@ from itertools import accumulate, cycle, islice, pairwise
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import track
 
 from conf import command
 from conf.schema import Run
@@ -25,6 +24,7 @@ from decode.engine import generate
 from decode.figures import Figure, Sample, Tally, bootstrap, round_ms, speedup, steps_of, tau
 from decode.measure import in_turn
 from decode.opening import open_drafter, open_target, open_tokenizer
+from decode.progress import tracked
 from decode.prompts import choose, evenly
 from decode.regimes_page import write_page
 from decode.tune import Drafting
@@ -90,7 +90,7 @@ def regimes(run: Run) -> Regimes:
     widest = max(setting.budget.nodes for *_, setting in work)
     field = Field(run, target, open_drafter(arm.folder, arm.card, target), prompts, widest)
     sweeps: dict[str, list[Spot]] = {name: [] for name, _, _ in work}
-    for name, at, setting in track(work, "measuring", console=console):
+    for name, at, setting in tracked(work, "measuring", console=console):
         sweeps[name].append(field.spot(at, setting))
     found = Regimes(sweeps, knee_curve(target, min(how.contexts)))
     console.print(told(found), markup=False)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from bench_round import by_generate
 from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -21,6 +20,7 @@ from decode.arms import arms_of
 from decode.engine import generate
 from decode.figures import Figure, Tally, bootstrap, speedup
 from decode.opening import open_drafter, open_target, open_tokenizer, served_folder
+from decode.progress import tracked
 from decode.prompts import choose
 from models.drafter import Budget, Plain
 
@@ -61,7 +61,7 @@ def bench(run: Run) -> None:
     spent: dict[str, list[tuple[int, float]]] = {name: [] for name in ways}
     for way in ways.values():
         way(prompts[0][1], 8)  # first calls allocate
-    for number, (_, prompt) in enumerate(track(prompts, "decoding", console=console)):
+    for number, (_, prompt) in enumerate(tracked(prompts, "decoding", console=console)):
         for name in sorted(ways, reverse=bool(number % 2)):
             began = time.perf_counter()
             spent[name].append((ways[name](prompt, how.tokens), time.perf_counter() - began))

@@ -13,7 +13,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich.progress import track
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -23,6 +22,7 @@ from conf.schema import Run
 from decode.arms import arms_of
 from decode.engine import generate, rounds
 from decode.opening import open_drafter, open_target, open_tokenizer, served_folder
+from decode.progress import tracked
 from decode.prompts import choose
 from models import stack
 from models.cache import KVCache
@@ -166,7 +166,7 @@ def bench(run: Run) -> None:
     drafter = open_drafter(arm.folder, arm.card, target)
     print(f"{arm.name} on {run.target.name}, {target.dtype}, {torch.get_num_threads()} threads, {len(prompts)} prompts")
     drafted, plain = Parts(), Parts()
-    for prompt in track(prompts, "rounds"):
+    for prompt in tracked(prompts, "rounds"):
         take_apart(target, drafter, arm.budget, prompt, how.tokens, drafted)
         take_apart(target, Plain(), Budget(nodes=1), prompt, how.tokens, plain)
     stock = AutoModelForCausalLM.from_pretrained(served_folder(run.target), dtype=target.dtype)

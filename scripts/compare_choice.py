@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 
 from rich.console import Console
-from rich.progress import track
 
 from conf import command
 from conf.schema import Run
@@ -19,6 +18,7 @@ from decode.engine import generate
 from decode.figures import Sample, Tally, bootstrap, plain_speed, speedup, tau
 from decode.measure import in_turn
 from decode.opening import open_drafter, open_target, open_tokenizer
+from decode.progress import tracked
 from decode.prompts import choose
 from models.drafter import Budget, Drafter, Plain
 
@@ -53,7 +53,7 @@ def compare(run: Run) -> None:
     decode = partial(generate, target, limit=how.tokens)
     in_turn(partial(decode, limit=8), guessers, [prompts[0][1]], 1)  # first calls allocate
     written: list[dict[str, Decoded]] = []
-    for number, (_, prompt) in enumerate(track(prompts, "decoding", console=console)):
+    for number, (_, prompt) in enumerate(tracked(prompts, "decoding", console=console)):
         found = in_turn(decode, guessers, [prompt], number)
         written.append({name: found[at] for at, name in enumerate(budgets)})
 

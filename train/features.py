@@ -9,13 +9,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import torch
+from rich.console import Console
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from decode.progress import Bar
 from models.drafter import FeatureBatch
 from models.target import Target
 from train.chat import Example
-from train.log import tokens_bar
 from train.sampler import epoch_batches, packed_rows
 
 Rows = Sequence[Sequence[Example]]
@@ -106,10 +107,11 @@ class Source:
 
     def read_all(self, quiet: bool) -> None:
         """Read every row, where they are kept; always in the same company, so that a resumed run gets the same bits."""
-        with tokens_bar("target reads", sum(self.lengths), quiet) as advance:
+        with Bar("target reads", sum(self.lengths), console=Console(quiet=quiet)) as bar:
             for piece in self.everything():
                 self.features(piece)
-                advance(sum(self.lengths[at] for at in piece))
+                count = sum(self.lengths[at] for at in piece)
+                bar.advance(count, tokens=count)
 
 
 def laid_out(rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:

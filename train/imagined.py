@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import cast
 
 from rich.console import Console
-from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 
 from decode.engine import Generation, rounds
+from decode.progress import tracked
 from models.drafter import Budget, Plain
 from models.sampling import Sampling
 from models.target import Target
@@ -34,7 +34,7 @@ def imagined(
     if not kept.exists():
         opening = opening_of(target.tokenizer)
         turns = rounds(target, Plain(), [opening] * count, limit, Budget(nodes=1), sampling, seats)
-        finished = [one for turn in track(turns, "imagine", _passes(count, limit, seats)) for one in turn.finished]
+        finished = [one for turn in tracked(turns, "imagine", _passes(count, limit, seats)) for one in turn.finished]
         rows, dropped = cleaned(as_rows(target.tokenizer, opening, finished), near)
         Console().print(report(f"{count:,} imagined", len(rows), dropped))
         if not rows:

@@ -1,36 +1,18 @@
 """What a run shows: a progress line, acceptance at intervals, curves in wandb if asked."""
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import wandb
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from conf.schema import Run
+from decode.progress import Bar
 from train.optim import rate
 
 if TYPE_CHECKING:
     from train.judge import Verdict
-
-
-@contextmanager
-def tokens_bar(what: str, total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A progress bar over `total` tokens with their rate and the time left; yields how to advance it."""
-    columns = (TextColumn(what), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
-    with Progress(*columns, disable=quiet) as progress:
-        bar, began = progress.add_task("", total=total, rate=""), time.perf_counter()
-
-        def advance(tokens: int) -> None:
-            progress.advance(bar, tokens)
-            rate = progress.tasks[0].completed / (time.perf_counter() - began)
-            progress.update(bar, rate=f"{rate:,.0f} tokens/s")
-
-        yield advance
 
 
 class Journal:
@@ -38,15 +20,7 @@ class Journal:
 
     def __init__(self, run: Run, loud: bool, done: int, best: "Verdict | None"):
         self.console = Console(quiet=not loud)
-        columns = (
-            TextColumn("train"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[state]}"),
-            TimeRemainingColumn(),
-        )
-        self.progress = Progress(*columns, console=self.console)
-        self.bar = self.progress.add_task("", total=run.optim.steps, completed=done, state="")
+        self.bar = Bar("train", run.optim.steps, done, self.console)
         self.optim, self.best, self.last = run.optim, best, best
         self.done = 0
         self.tokens, self.seconds, self.waited = 0, 0.0, 0.0
@@ -57,13 +31,13 @@ class Journal:
             self.curves = wandb.init(project=run.log.project, config=told, dir=run.out, mode=mode)
 
     def __enter__(self) -> "Journal":
-        self.progress.start()
+        self.bar.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.progress.stop()
+        self.bar.__exit__(kind, error, trace)
         if self.done:
             self.console.print(self.summary())
         if self.curves is not None:
@@ -74,8 +48,7 @@ class Journal:
         self.done += 1
         self.tokens, self.seconds, self.waited = self.tokens + tokens, self.seconds + seconds, self.waited + waited
         tau = f"  tau {self.last.tau:.2f}" if self.last else ""
-        state = f"loss {loss:.3f}  {tokens / seconds:,.0f} tokens/s{tau}"
-        self.progress.update(self.bar, completed=done, state=state)
+        self.bar.advance(says=f"loss {loss:.3f}  {tokens / seconds:,.0f} tokens/s{tau}")
         if self.curves is not None:
             now = {"loss": loss, "norm": norm, "tokens_per_second": tokens / seconds, "lr": rate(self.optim, done - 1)}
             self.curves.log({**now, "step_seconds": seconds, "wait_seconds": waited}, step=done)

@@ -3,20 +3,18 @@
 import hashlib
 import json
 import os
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedTokenizerBase
 
 from conf.schema import Run
 from decode.arms import Arm, arm_of
 from decode.opening import end_tokens_of, find_beside, identity_of, open_drafter, open_target, open_tokenizer
+from decode.progress import Bar
 from models.drafter import Budget, Plain
 from models.sampling import Sampling
 from models.shelf import require_target
@@ -208,7 +206,7 @@ def regenerate(speaker: Speaker, tokenizer: PreTrainedTokenizerBase, rows: list[
     kept = Kept(journal_of(out), terms)
     talks = [Talk(row, turns) for row in rows if (turns := questions(row))]
     every = [(talk.key, turn) for talk in talks for turn in range(len(talk.turns))]
-    with answers_bar(len(every), sum(one in kept.answers for one in every)) as tell:
+    with Bar("regenerate", len(every), sum(one in kept.answers for one in every)) as bar:
         for turn in range(max((len(talk.turns) for talk in talks), default=0)):
             talks, asks = asked(talks, turn, kept, tokenizer, terms)
             for number, ids in speaker.answers([ask for _, ask in asks]):
@@ -216,7 +214,7 @@ def regenerate(speaker: Speaker, tokenizer: PreTrainedTokenizerBase, rows: list[
                 content = tokenizer.decode(ids, skip_special_tokens=True)
                 talk.said.append({"role": "assistant", "content": content, "ids": ids})
                 kept.add(talk.key, turn, talk.said[-1])
-                tell(len(ids))
+                bar.advance(tokens=len(ids))
     if not talks:
         raise ValueError(
             f"none of the {len(rows)} prompts can be asked: none has a user turn and is within {terms.longest} tokens; "
@@ -247,22 +245,6 @@ def asked(
                 asks.append((talk, Ask(talk.name, list(talk.said), prompt, talk.seed(turn, terms.seed))))
         left.append(talk)
     return left, asks
-
-
-@contextmanager
-def answers_bar(total: int, known: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar over `total` answers with tokens a second and the time left; yields what to tell of each."""
-    columns = (TextColumn("regenerate"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
-    with Progress(*columns, TimeRemainingColumn()) as progress:
-        bar = progress.add_task("", total=total, completed=known, rate="")
-        words, began = 0, time.perf_counter()
-
-        def tell(tokens: int) -> None:
-            nonlocal words
-            words += tokens
-            progress.update(bar, advance=1, rate=f"{words / (time.perf_counter() - began):,.0f} tokens/s")
-
-        yield tell
 
 
 def questions(row: Row) -> list[list[Message]]:

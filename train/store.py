@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from rich.console import Console
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from decode.progress import Bar
 from models.drafter import FeatureBatch
 from models.files import write_whole
 from models.shelf import make_folder
@@ -26,7 +28,6 @@ from models.target import Target
 from models.transfer import sent
 from train.chat import Example
 from train.features import Live, Rows, laid_out
-from train.log import tokens_bar
 
 SCHEMA = 1
 SHARD = 16_384  # a shard ends with the conversation that reaches this many tokens
@@ -151,14 +152,13 @@ class Store:
         if rank == 0:
             print(told)
         mine = list(shards(lacking))[rank::ranks]
-        with tokens_bar(
-            "target reads", sum(len(example.input_ids) for part in mine for example in part), rank > 0
-        ) as advance:
+        tokens, console = sum(len(example.input_ids) for part in mine for example in part), Console(quiet=rank > 0)
+        with Bar("target reads", tokens, console=console) as bar:
             for part in mine:
-                self._write(target, part, advance)
+                self._write(target, part, bar)
         self.look()
 
-    def _write(self, target: Target, part: Sequence[Example], advance: Any) -> None:
+    def _write(self, target: Target, part: Sequence[Example], bar: Bar) -> None:
         """One shard, beside its name and then renamed."""
         features, hidden = [], []
         for start in range(0, len(part), TOGETHER):
@@ -172,7 +172,8 @@ class Store:
             for row, example in enumerate(group):
                 features.append(batch.features[row, : len(example.input_ids)])
                 hidden.append(batch.last_hidden[row, : len(example.input_ids)])
-            advance(sum(len(example.input_ids) for example in group))
+            count = sum(len(example.input_ids) for example in group)
+            bar.advance(count, tokens=count)
         keys = [key_of(example) for example in part]
         lengths = torch.tensor([0, *(len(example.input_ids) for example in part)])
         tensors = {
