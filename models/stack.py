@@ -6,6 +6,7 @@ B rows, N new elements, P committed tokens, Q queries, F growing nodes, S slots,
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from models.drafter import Budget, Committed, Drafter
 from models.growth import grow
 from models.layer import Layer, Pair, PlainLayer
 from models.sampling import Voice
-from models.tree import TokenTree
+from models.tree import TokenTree, spread
 from models.vocabulary import DraftVocabulary
 
 Seen = Callable[[Tensor], Tensor]  # the slots [B, Q] of queries -> what each may see [B, Q, S]
@@ -157,9 +158,9 @@ class Growing:
         tokens, last = last_pairs(committed)
         start, inputs = memory.seat(committed), drafter.inputs(tokens, drafter.known(committed))
         self.state = read(drafter.stack, memory, inputs, start, last, drafter.window)
-        self.start, self.row = start + committed.length, torch.arange(len(tokens), device=tokens.device)[:, None]
-        self.ancestors = torch.zeros(len(tokens), 1, 0, dtype=torch.bool, device=tokens.device)
-        self.level = 0
+        self.row = torch.arange(len(tokens), device=tokens.device)[:, None]
+        self.above = [[0]] * len(tokens)  # which guesses are above each node asked last, and itself: bits of a number
+        self.level = self.guesses = 0
 
     def __call__(self, tokens: Tensor, places: Tensor) -> Tensor:
         """Log-probabilities [B, F, V] of what follows `tokens` [B, F], children of the nodes at `places` [B, F]."""
@@ -170,22 +171,23 @@ class Growing:
 
     def _descend(self, tokens: Tensor, places: Tensor) -> None:
         """Take the states from the nodes that were asked last to their children `tokens`."""
-        drafter, count = self.drafter, tokens.shape[1]
-        feature, above = drafter.fed(self.state[self.row, places]), self.ancestors[self.row, places]
-        same = torch.eye(count, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
-        self.ancestors = torch.cat([above, same], dim=-1)
-        guesses = self.start[:, None] + torch.arange(self.ancestors.shape[-1], device=tokens.device)
-        position = (self.start + self.level - 1)[:, None].expand(-1, count)
-        slots, inputs = guesses[:, -count:], drafter.inputs(tokens, feature)
-        end = max(self.memory.length) + guesses.shape[1]
-        seen = self._seen(guesses, position, end)
+        drafter, count, first = self.drafter, tokens.shape[1], self.guesses
+        self.guesses += count
+        rows = zip(self.above, places.tolist(), strict=True)
+        self.above = [[above[place] | 1 << node for node, place in enumerate(row, first)] for above, row in rows]
+        told = [
+            [[end + self.level - 1] * count, [*range(end + first, end + self.guesses)]] for end in self.memory.length
+        ]
+        position, slots = torch.tensor(told, device=tokens.device).unbind(1)  # at once, as all that is small
+        inputs = drafter.inputs(tokens, drafter.fed(self.state[self.row, places]))
+        seen, end = self._seen().to(tokens.device), max(self.memory.length) + self.guesses
         self.state = climb(drafter.stack, self.memory, inputs, position, slots, end, lambda _: seen)
 
-    def _seen(self, guesses: Tensor, position: Tensor, end: int) -> Tensor:
-        """[B, F, end] what the nodes asked last see: the verified text and their ancestors, which stand among the slots
-        `guesses` [B, A]."""
-        slot, count = torch.arange(end, device=guesses.device), position.shape[1]
-        seen = (slot < self.start[:, None, None]).repeat(1, count, 1)
-        if self.drafter.window is not None:
-            seen &= position[..., None] - slot < self.drafter.window
-        return seen.scatter_(2, guesses[:, None].expand(-1, count, -1), self.ancestors)
+    def _seen(self) -> Tensor:
+        """[B, F, S] what the nodes asked last see: the verified text, as far as the window goes, and the guesses above them."""
+        ends, window = self.memory.length, self.drafter.window
+        seen = np.zeros((len(ends), len(self.above[0]), max(ends) + self.guesses), bool)
+        for row, end, above in zip(seen, ends, spread(self.above, self.guesses), strict=True):
+            row[:, 0 if window is None else max(end + self.level - window, 0) : end] = True
+            row[:, end : end + self.guesses] = above
+        return torch.from_numpy(seen)

@@ -80,11 +80,7 @@ class TokenTree:
     @cached_property
     def mask(self) -> Tensor:
         """[B, N, N] true where the column is the row's node itself or one of its ancestors."""
-        count = self.tokens.shape[1]
-        size = -(-count // 8)
-        packed = b"".join(bits.to_bytes(size, "little") for sees in self.sights for bits in sees)
-        seen = np.unpackbits(np.frombuffer(packed, np.uint8).reshape(-1, size), 1, count, "little")
-        return torch.from_numpy(seen.view(bool)).unflatten(0, (-1, count)).to(self.parents.device)
+        return torch.from_numpy(spread(self.sights, self.tokens.shape[1])).to(self.parents.device)
 
     @cached_property
     def depth(self) -> Tensor:
@@ -92,6 +88,14 @@ class TokenTree:
         return torch.tensor(
             [[bits.bit_count() - 1 for bits in sees] for sees in self.sights], device=self.tokens.device
         )
+
+
+def spread(numbers: Sequence[Sequence[int]], bits: int) -> np.ndarray:
+    """[B, N, bits] the lowest `bits` of each of `numbers` [B][N], the lowest first, as truths."""
+    size = -(-bits // 8)
+    packed = b"".join(number.to_bytes(size, "little") for row in numbers for number in row)
+    found = np.unpackbits(np.frombuffer(packed, np.uint8).reshape(-1, size), 1, bits, "little")
+    return found.view(bool).reshape(len(numbers), -1, bits)
 
 
 def path_to(nodes: Sequence[Node], leaf: int) -> list[int]:
