@@ -5,6 +5,7 @@ import functools
 import multiprocessing
 import os
 import runpy
+import socket
 import subprocess
 import sys
 from multiprocessing.process import BaseProcess
@@ -66,6 +67,22 @@ def forked(module: str, *words: str, log: Path, **env: str) -> BaseProcess:
     process = server.Process(target=_enter, args=(module, words, log, env))
     process.start()
     return process
+
+
+def together(ranks: int, module: str, *words: str, folder: Path, name: str) -> list[str]:
+    """What each of so many processes says that run `module` in `folder`, in the environment that torchrun gives them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        env = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    logs = [folder / f"{name}.{rank}.log" for rank in range(ranks)]
+    started = [
+        forked(module, *words, log=log, **(env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}))
+        for rank, log in enumerate(logs)
+    ]
+    for process, log in zip(started, logs, strict=True):
+        process.join()
+        assert process.exitcode == 0, log.read_text()
+    return [log.read_text() for log in logs]
 
 
 def _enter(module: str, words: tuple[str, ...], log: Path, env: dict[str, str]) -> None:

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import socket
 import sys
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from models.medusa import Medusa
 from models.shelf import read_card
 from models.tree import chain
 from reference import marked_batch
-from runs import composed, forked, said
+from runs import composed, said, together
 from train import checkpoint, job
 from train.engines import check, check_target, engine_for
 from train.optim import accumulated, optimizer_for, rate
@@ -43,26 +42,7 @@ SHARING = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
 
 def ranks(count: int, folder: Path, out: str, *words: str) -> str:
     """Train in `folder`/`out` on so many ranks, in the environment that torchrun gives; what the first rank said."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    logs = [folder / f"{out}.{rank}.log" for rank in range(count)]
-    several = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if count > 1 else {}
-    started = [
-        forked(
-            "runs",
-            f"out={out}",
-            *words,
-            log=log,
-            **several,
-            **({"RANK": str(rank), "LOCAL_RANK": str(rank)} if several else {}),
-        )
-        for rank, log in enumerate(logs)
-    ]
-    for process, log in zip(started, logs, strict=True):
-        process.join()
-        assert process.exitcode == 0, log.read_text()
-    return logs[0].read_text()
+    return together(count, "runs", f"out={out}", *words, folder=folder, name=out)[0]
 
 
 def losses(text: str) -> list[float]:

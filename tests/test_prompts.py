@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -299,10 +300,11 @@ def grams(text: str) -> set[tuple[str, ...]]:
 
 
 def test_no_training_prompt_shares_thirteen_words_in_a_row_with_a_benchmark():
-    corpus = conversations_of(packaged("pkg://train/corpus/smol.jsonl.gz"))
+    corpus = chain.from_iterable(conversations_of(f"pkg://train/corpus/{name}.jsonl.gz") for name in ("smol", "more"))
     asked = [message["content"] for row in corpus for message in row["messages"] if message["role"] == "user"]
     taught = set().union(*map(grams, asked))
-    assert len(taught) > 50_000
+    assert len(set(asked)) == len(asked) > 9_600
+    assert len(taught) > 100_000
     assert sum(bool(grams(turn) & taught) for name in ROWS for turns in conversations(name) for turn in turns) == 0
 
 

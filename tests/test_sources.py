@@ -100,6 +100,13 @@ def test_a_share_of_another_source_is_spread_among_the_rows(tmp_path: Path) -> N
         rows_of(Data(path=str(ours), mix={str(theirs): 1.0}))
 
 
+def test_smol_more_is_smol_and_the_prompts_that_ship_beside_it() -> None:
+    rows = rows_of(composed("data=smol_more").data)
+    prompts = [row for row in rows if len(row["messages"]) == 1]
+    assert len({row["id"] for row in rows}) == len(rows) > 9_500
+    assert len(rows) - len(prompts) == 4029
+
+
 def test_a_mix_names_files_or_what_stands_in_conf_data(tmp_path: Path) -> None:
     ours = lines(tmp_path / "ours.jsonl", *({"prompt": f"ours {at}"} for at in range(8)))
     data = composed(f"data.path={ours}", "+data.mix={tiny: 0.2}").data

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from conftest import Family
 from models.drafter import FeatureBatch
 from models.target import Target
-from runs import composed, forked
+from runs import composed, forked, together
 from train import job, store
 from train.chat import Example
 from train.features import Live, Source
@@ -264,9 +264,31 @@ def test_an_extraction_killed_at_any_moment_goes_on_to_the_same_files(
     assert len(left) > 3
 
 
+def test_two_processes_share_the_work_of_an_extraction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the environment that torchrun gives its workers: each writes shards, none is written twice, and only one speaks."""
+    words = ["data.conversations=16", "drafter=eagle3"]
+    monkeypatch.setattr(store, "SHARD", 60)
+    monkeypatch.setattr(store, "TOGETHER", 2)
+    job.extract(composed(*words, f"data.store={tmp_path}/one"))
+    logs = together(2, "test_store", *words, f"data.store={tmp_path}/two", folder=tmp_path, name="rank")
+    (one,), (two,) = ((tmp_path / name).iterdir() for name in ("one", "two"))
+    assert contents(two) == contents(one)
+    wrote = [log.count("a shard\n") for log in logs]
+    assert sum(wrote) == len(list(two.glob("*.safetensors")))
+    assert min(wrote) > 0
+    assert [log.count("target reads") for log in logs] == [1, 0]
+
+
 def main() -> None:
-    """`python -m test_store data.store=...`: scripts/extract.py with small shards."""
+    """`python -m test_store data.store=...`: scripts/extract.py with small shards, of each of which it speaks."""
     store.SHARD, store.TOGETHER = 60, 2
+    write = Store._write
+
+    def told(*args: object) -> None:
+        print("a shard", flush=True)
+        write(*args)  # type: ignore[arg-type]
+
+    Store._write = told  # type: ignore[method-assign]
     job.extract(composed(*sys.argv[1:]))
 
 

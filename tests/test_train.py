@@ -5,7 +5,6 @@ import math
 import re
 import shutil
 import signal
-import socket
 import time
 from collections import Counter
 from pathlib import Path
@@ -24,7 +23,7 @@ from models.search import best_tree
 from models.shelf import read_card
 from models.source import byte_tokenizer
 from models.tree import ordered_paths
-from runs import changed, composed, forked, said
+from runs import changed, composed, forked, said, together
 from train import checkpoint, job
 from train.chat import Example
 from train.data import write_rows
@@ -224,19 +223,10 @@ def test_packed_rows_teach_what_single_ones_teach(folder, talks, one_batch, caps
 
 def test_two_ranks_add_up_to_one_process(folder, talks, one_batch):
     """With the environment that torchrun gives its workers."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    logs = [folder / f"rank{rank}.log" for rank in range(2)]
     words = ["out=ranks", f"data.path={talks}", *TOGETHER, "optim.batch=2"]
-    ranks = [
-        forked("runs", *words, log=log, RANK=str(rank), LOCAL_RANK=str(rank), **env) for rank, log in enumerate(logs)
-    ]
-    for process, log in zip(ranks, logs, strict=True):
-        process.join()
-        assert process.exitcode == 0, log.read_text()
-    assert losses(logs[0].read_text()) == one_batch[1]
-    assert losses(logs[1].read_text()) == []  # the second rank is silent
+    first, second = together(2, "runs", *words, folder=folder, name="ranks")
+    assert losses(first) == one_batch[1]
+    assert losses(second) == []  # the second rank is silent
     same(one_batch[0], left(folder / "ranks"), 1e-5)
     assert sorted(file.name for file in (folder / "ranks").iterdir()) == [
         "checkpoints",

@@ -157,12 +157,12 @@ def trial_of(run: Run, target: Target | Bodiless, drafter: Drafter, held: list[E
 def extract(run: Run) -> None:
     """The command: write what the target makes of the run's conversations to the store that `data.features=cached` reads."""
     require_parts(run)
-    _, taught, held = conversations(run, quiet=not PartialState().is_main_process)
+    state = PartialState(cpu=not torch.cuda.is_available())  # one process, or those that torchrun or accelerate started
+    _, taught, held = conversations(run, quiet=not state.is_main_process)
     target = open_target(run.target)
     drafter: Drafter = instantiate(run.drafter, _partial_=True)(target.ends)
     target.tap(drafter.taps)
     store = open_store(run.data.store, target, taught + held)
-    state = PartialState()  # one process, or those that torchrun or accelerate started
     state.wait_for_everyone()
     store.fill(target, taught + held, state.process_index, state.num_processes)
     state.wait_for_everyone()
