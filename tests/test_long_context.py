@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from decode.arms import Arm, beyond
+from decode.figures import Figure
 from decode.measure import measure as measure_benchmarks
 from decode.opening import open_target
 from models.drafter import Budget
@@ -37,9 +38,20 @@ def test_every_length_is_measured_as_it_is_and_with_each_remedy(
     ]  # fmt: skip
     assert found[0].tokens <= learned - 8
     assert all(500 < one.tokens <= 592 for one in found[1:])
-    assert all(1 <= one.tau <= 5 for one in found)
+    assert all(1 <= one.tau.low <= one.tau.value <= one.tau.high <= 5 for one in found)
+    assert [one.over.value for one in found[:2]] == [1.0, 1.0]
     assert json.loads((trained / "long_context.json").read_text())[2]["remedy"] == f"window={learned}"
-    assert f"learned from up to {learned} tokens" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"2 prompts; tiny learned from up to {learned} tokens" in shown
+    assert f"window={learned}" in shown
+
+
+def test_a_drafter_beside_is_measured_over_the_first_on_the_same_prompts(trained: Path) -> None:
+    words = ["decode.tokens=8", "decode.prompts=2", "decode.contexts=[80]", f"decode.beside=[{trained}]"]
+    first, second = long_context.measure(composed(*TINY, f"out={trained}", *words))
+    assert (first.drafter, second.drafter) == ("tiny", trained.name)
+    assert second.tau == first.tau
+    assert second.over == Figure(1.0, 1.0, 1.0)
 
 
 def test_a_long_prompt_ends_with_the_question_and_holds_as_many_turns_as_fit() -> None:

@@ -1,7 +1,8 @@
 """What a drafter accepts in contexts longer than it learned from, as it is and with each remedy.
 
 `python -m train.long_context conf=NAME` asks the run's benchmark questions at the end of long conversations, which are
-made of the held-out ones of its data. Nothing is trained: a window or stretched positions change no weight.
+made of the held-out ones of its data; other drafters of the target stand in `decode.beside`. Nothing is trained: a window
+or stretched positions change no weight.
 """
 
 import inspect
@@ -12,58 +13,69 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
 from conf import command
-from conf.schema import Decode, Run
-from decode.arms import budget_for
+from conf.schema import Run
+from decode.arms import Arm, arms_of
 from decode.engine import generate
-from decode.figures import Sample, Tally, depths, steps_of, tau
-from decode.opening import find_drafter, open_drafter, open_target
+from decode.figures import Figure, Sample, Tally, bootstrap, depths, steps_of, tau
+from decode.opening import open_drafter, open_target
+from decode.progress import Bar
 from decode.prompts import choose
-from models.drafter import Drafter
 from models.files import write_whole
-from models.shelf import Card, family_class, make_folder, read_card
-from models.target import Target
+from models.shelf import Card, family_class, make_folder
 from train.chat import Message, render
 from train.sources import rows_of
 
 
 @dataclass
 class Found:
-    """What one way of reading one length of context was worth."""
+    """What one way of reading one length of context was worth to one drafter."""
 
+    drafter: str
     context: int  # tokens, prompt and answer
     prompts: int
     tokens: float  # of the prompts, on average
     remedy: str
-    tau: float
+    tau: Figure
+    over: Figure  # tau over the first drafter's as it is in the same context, prompt by prompt
     accepted: list[float]  # by depth: of the rounds accepted down to the depth before
 
 
 def measure(run: Run) -> list[Found]:
     """Decode the benchmark's questions behind contexts of each length, print a table and write it beside the drafter."""
-    how, folder = run.decode, find_drafter(run)
-    if isinstance(folder, Card):
-        raise ValueError(f"{folder.family} needs no training, so no context is longer than it learned from")
-    card = read_card(folder)
+    how, arms = run.decode, arms_of(run)
+    for arm in arms:
+        if arm.folder is None:
+            raise ValueError(f"{arm.name} needs no training, so no context is longer than it learned from")
     target = open_target(run.target)
     if max(how.contexts) > target.context:
         raise ValueError(
             f"decode.contexts={how.contexts}: {target.identity.name} reads {target.context} tokens; ask for no more"
         )
-    found = []
-    for context in how.contexts:
-        prompts = list(long_prompts(run, target.tokenizer, context - how.tokens))
-        for remedy, knobs in remedies(card, context).items():
-            drafter = open_drafter(folder, replace(card, knobs=card.knobs | knobs), target)
-            found.append(decoded(target, drafter, card, prompts, how, context, remedy))
+    prompts = {context: list(long_prompts(run, target.tokenizer, context - how.tokens)) for context in how.contexts}
+    ways = [(arm, context, *way) for context in prompts for arm in arms for way in remedies(arm.card, context).items()]
+    found, first = [], dict[int, Tally]()
+    with Bar("long contexts", sum(len(prompts[context]) for _, context, *_ in ways)) as bar:
+        for arm, context, remedy, knobs in ways:
+            drafter = open_drafter(arm.folder, replace(arm.card, knobs=arm.card.knobs | knobs), target)
+            runs = []
+            for prompt in prompts[context]:
+                runs.append(generate(target, drafter, [prompt], how.tokens, arm.budget))
+                bar.advance()
+            tally = Tally.of([Sample("", each, each) for each in runs])
+            over = bootstrap(tally, tau, first.setdefault(context, tally))
+            rates = [round(each.alpha, 4) for each in depths(steps_of(runs))]
+            length = round(sum(map(len, prompts[context])) / len(runs), 1)
+            found.append(Found(arm.name, context, len(runs), length, remedy, bootstrap(tally, tau), over, rates))
     out = Path(run.out)
     make_folder(out)
     write_whole(out / "long_context.json", json.dumps([asdict(one) for one in found], indent=1))
-    show(found, card)
+    show(found, arms)
     return found
 
 
@@ -109,26 +121,18 @@ def remedies(card: Card, context: int) -> dict[str, dict[str, Any]]:
     return ways
 
 
-def decoded(
-    target: Target, drafter: Drafter, card: Card, prompts: list[list[int]], how: Decode, context: int, remedy: str
-) -> Found:
-    """What `drafter` is worth behind `prompts`."""
-    run = generate(target, drafter, prompts, how.tokens, budget_for(how, card), rows=1)
-    worth = tau(Tally.of([Sample("", run, run)])).item()
-    accepted = [round(each.alpha, 4) for each in depths(steps_of([run]))]
-    length = sum(map(len, prompts)) / len(prompts)
-    return Found(context, len(prompts), round(length, 1), remedy, round(worth, 4), accepted)
-
-
-def show(found: Sequence[Found], card: Card) -> None:
+def show(found: Sequence[Found], arms: Sequence[Arm]) -> None:
     """The table."""
-    table = Table(title=f"a drafter that learned from up to {card.training.get('longest', '?')} tokens")
-    for name in ("context", "prompt tokens", "read with", "tau", "accepted by depth"):
+    table = Table(box=box.SIMPLE)
+    for name in ("context", "drafter", "read with", "tau", "over the first", "accepted by depth"):
         table.add_column(name)
     for one in found:
         rates = " ".join(f"{rate:.2f}" for rate in one.accepted)
-        table.add_row(str(one.context), f"{one.tokens:.0f}", one.remedy, f"{one.tau:.2f}", rates)
-    Console().print(table)
+        table.add_row(str(one.context), one.drafter, one.remedy, str(one.tau), str(one.over), rates)
+    console = Console()
+    console.print(table)
+    learned = ", ".join(f"{arm.name} learned from up to {arm.card.training.get('longest', '?')} tokens" for arm in arms)
+    console.print(f"{found[0].prompts} prompts; {learned}", highlight=False)
 
 
 if __name__ == "__main__":
