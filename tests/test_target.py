@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from conftest import WINDOW, Family, stock_model, tiny_config, tiny_target
 from decode.engine import generate
-from models.attention import MANY, by_products
+from models.attention import MANY, by_blocks, by_products, reads_text
 from models.drafter import Budget, Plain
 from models.source import Identity, byte_tokenizer, from_random
 from models.target import Target, load_target, resolve_dtype
@@ -277,6 +277,23 @@ def test_attention_written_out_is_torchs() -> None:
     mask[..., 1:].masked_fill_(torch.rand(2, 1, 6, 10) < 0.5, torch.finfo(torch.float64).min)
     theirs = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3)
     torch.testing.assert_close(by_products(query, key, value, mask, 0.3), theirs)
+
+
+@pytest.mark.parametrize("count", [2, 64, 65, 256, 300])
+def test_a_text_reads_itself_in_blocks_as_at_once(count: int) -> None:
+    query, (key, value) = torch.randn(2, 6, count, 8, dtype=torch.float64), torch.randn(2, 2, 3, count, 8).double()
+    every = (each.repeat_interleave(2, 1) for each in (key, value))
+    theirs = torch.nn.functional.scaled_dot_product_attention(query, *every, is_causal=True, scale=0.3)
+    torch.testing.assert_close(by_blocks(query, key, value, 0.3), theirs.transpose(1, 2))
+
+
+def test_a_text_is_read_in_blocks_in_bf16_where_nobody_differentiates() -> None:
+    module, text, later = torch.nn.Module(), torch.randn(1, 2, 5, 8).bfloat16(), torch.randn(1, 2, 1, 8).bfloat16()
+    with torch.inference_mode():
+        assert reads_text(module, text, text)
+        assert not reads_text(module, later, text)
+        assert not reads_text(module, text.float(), text.float())
+    assert not reads_text(module, text, text)
 
 
 def test_a_tree_reads_every_key_once_for_all_the_heads_that_share_it(
