@@ -125,7 +125,7 @@ def show(found: Sequence[Found], arms: Sequence[Arm]) -> None:
     """The table."""
     table = Table(box=box.SIMPLE)
     for name in ("context", "drafter", "read with", "tau", "over the first", "accepted by depth"):
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     for one in found:
         rates = " ".join(f"{rate:.2f}" for rate in one.accepted)
         table.add_row(str(one.context), one.drafter, one.remedy, str(one.tau), str(one.over), rates)
