@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Collection, Iterable, Iterator
-from types import TracebackType
 from typing import TypeVar
 
 from rich.console import Console
@@ -27,9 +26,7 @@ class Bar:
         self.progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.progress.stop()
 
     def advance(self, count: int = 1, tokens: int = 0, says: str = "") -> None:

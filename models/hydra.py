@@ -101,7 +101,8 @@ class Hydra(Medusa):
         """Let the prefix layer read what was committed: its state [B, D] at each row's last token."""
         assert self.prefix is not None
         last = (committed.length - 1).clamp(min=0)[:, None]
-        return read([self.prefix], memory, self.prefix.inputs(committed.hidden), memory.seat(committed), last)[:, 0]
+        memory.seat(committed)
+        return read([self.prefix], memory, self.prefix.inputs(committed.hidden), last)[:, 0]
 
 
 class Growing:

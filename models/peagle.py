@@ -178,8 +178,8 @@ class PEagle(Fused):
         known = torch.cat([known, known[:, :1].repeat(1, depth - 1, 1)], dim=1)
         feature = torch.where(ahead_of[..., None], self.fused(self.mask_hidden), known)
         tokens = tokens.masked_fill(ahead_of, self.mask_token)
-        inputs = self.inputs(tokens, feature)
-        return self.says(read(self.stack, memory, inputs, memory.seat(committed), wanted, self.window))
+        memory.seat(committed)
+        return self.says(read(self.stack, memory, self.inputs(tokens, feature), wanted, self.window))
 
 
 def elements(length: int, where: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:

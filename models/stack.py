@@ -65,12 +65,11 @@ class Memory:
         self.capacity = capacity
         self.pairs: dict[int, Pair] = {}
 
-    def seat(self, committed: Committed) -> Tensor:
-        """[B] where each row's new pairs begin; a fresh row forgets who sat there."""
+    def seat(self, committed: Committed) -> None:
+        """Expect the new pairs of what was `committed`; a fresh row forgets who sat there."""
         fresh = committed.fresh.tolist()
         self.start = [0 if anew else held for anew, held in zip(fresh, self.length, strict=True)]
         self.length = [begin + new for begin, new in zip(self.start, committed.length.tolist(), strict=True)]
-        return torch.tensor(self.start, device=committed.tokens.device)
 
     def write(self, pairs: Pair, slots: Tensor, end: int, layer: int = 0) -> Pair:
         """Put `pairs` [B, G, N, C] of `layer` into `slots` [B, N] and return all up to `end`, which is behind the last of them."""
@@ -128,14 +127,13 @@ def read(
     stack: Sequence[Layer],
     memory: Memory,
     inputs: tuple[Tensor, Tensor],
-    start: Tensor,
     wanted: Tensor,
     window: int | None = None,
 ) -> Tensor:
-    """The states [B, Q, D] of `wanted` [B, Q] above the `stack`, whose `inputs` [B, N, ...] are a text that goes on at slot
-    `start` [B]."""
-    count, device = inputs[0].shape[1], start.device
-    slots, end = start[:, None] + torch.arange(count, device=device), max(memory.start) + count
+    """The states [B, Q, D] of `wanted` [B, Q] above the `stack`, whose `inputs` [B, N, ...] are the pairs that `memory` expects."""
+    count, device = inputs[0].shape[1], wanted.device
+    begin = torch.tensor(memory.start, device=device)[:, None]
+    slots, end = begin + torch.arange(count, device=device), max(memory.start) + count
 
     def seen(here: Tensor) -> Tensor:
         back = here[..., None] - torch.arange(end, device=device)
@@ -156,8 +154,9 @@ class Growing:
     def __init__(self, drafter: FeatureDrafter, committed: Committed, memory: Memory):
         self.drafter, self.memory = drafter, memory
         tokens, last = last_pairs(committed)
-        start, inputs = memory.seat(committed), drafter.inputs(tokens, drafter.known(committed))
-        self.state = read(drafter.stack, memory, inputs, start, last, drafter.window)
+        memory.seat(committed)
+        inputs = drafter.inputs(tokens, drafter.known(committed))
+        self.state = read(drafter.stack, memory, inputs, last, drafter.window)
         self.row = torch.arange(len(tokens), device=tokens.device)[:, None]
         self.above = [[0]] * len(tokens)  # which guesses are above each node asked last, and itself: bits of a number
         self.level = self.guesses = 0

@@ -152,8 +152,8 @@ class Store:
         if rank == 0:
             print(told)
         mine = list(shards(lacking))[rank::ranks]
-        tokens, console = sum(len(example.input_ids) for part in mine for example in part), Console(quiet=rank > 0)
-        with Bar("target reads", tokens, console=console) as bar:
+        share = sum(len(example.input_ids) for part in mine for example in part)
+        with Bar("target reads", share, console=Console(quiet=rank > 0)) as bar:
             for part in mine:
                 self._write(target, part, bar)
         self.look()
