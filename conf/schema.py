@@ -105,6 +105,7 @@ class Target:
     device_map: str | None = None  # auto spreads the layers over the GPUs
     quantization: str | None = None  # 4bit or 8bit, by bitsandbytes
     attention: str | None = None  # transformers' attn_implementation; null is its default
+    compile: bool | None = None  # its layers and the drafter's as one operation each; null: where this machine can
     trust_remote_code: bool = False
     allow_pickle: bool = False  # where the Hub has no safetensors: read *.bin with weights_only=True, convert once
     adapter: str | None = None  # a PEFT LoRA adapter that it wears, a folder or Hub name

@@ -16,9 +16,8 @@ from typing import Any
 
 from decode.cost import Cost
 from decode.engine import Step
-from models.files import write_whole
+from models.files import cache_home, write_whole
 from models.growth import floor_of
-from models.source import cache_home
 
 VERSION = 2
 PLAIN, CHAIN, STATIC, DYNAMIC = "plain", "chain", "static", "dynamic"

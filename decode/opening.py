@@ -134,7 +134,9 @@ def open_target(
     if worn is not None and not conf.merge:
         how["change"] = partial(put_on, worn=worn)
     folder, identity = _folder(conf, worn), _identity(conf, worn)
-    return load_target(folder, conf.name, conf.dtype, conf.device, identity, spread, hasten=hasten, **how)
+    return load_target(
+        folder, conf.name, conf.dtype, conf.device, identity, spread, hasten=hasten, compile=conf.compile, **how
+    )
 
 
 def _quantized(bits: str) -> Any:
@@ -187,5 +189,5 @@ def open_drafter(folder: Path | None, card: Card, target: Target) -> Drafter:
         require_target(card, folder, target.identity)
     drafter = load_drafter(folder, card, target.ends, target.dtype)
     if packs(target.device, target.dtype):
-        drafter.ready()
+        drafter.ready(target.compiled)
     return drafter

@@ -29,6 +29,7 @@ class KVCache(Cache):
         self.where = torch.device(device)
         self.store: Tensor | None = None  # [L, 2, B, H, room, D]
         self.filled: Tensor | None = None  # rows whose prompts are being read
+        self.starts = [0] * rows  # where the nodes of this pass begin
         self.aligned = True  # rows are equally long: new keys are one block
         self.slots = torch.empty(0)  # [B, N] where the nodes of this pass go, unless rows are aligned
         self.rows = torch.empty(0)  # [B, 1]
@@ -44,11 +45,21 @@ class KVCache(Cache):
                 f"the cache holds {self.capacity} tokens a row and this pass needs {self.end}; ask for fewer new tokens or a smaller tree"
             )
         self.reach(self.end)
+        self.starts = [length + known for length in lengths]
         self.seen = self.room if self.whole else self.end
         self.aligned = len(set(lengths)) == 1
         if not self.aligned:
             self.rows = torch.arange(len(lengths), device=self.where)[:, None]
             self.slots = (self.lengths[:, None] + known + torch.arange(nodes)).to(self.where)
+
+    def pair(self, layer: int, like: Tensor, groups: int, width: int) -> tuple[Tensor, Tensor]:
+        """The keys and values [B, G, room, D] of `layer`, to be written to from `starts` on; `like` says of what kind."""
+        held = self.layers[layer]
+        assert isinstance(held, _Layer)
+        if not held.is_initialized:
+            none = like.new_empty(len(self.lengths), groups, 0, width)
+            held.lazy_initialization(none, none)
+        return held.keys, held.values
 
     def fill(self, rows: Tensor, lengths: Tensor) -> None:
         """Make ready for a pass that reads the prompts of `rows` [R] afresh; `lengths` [R] of them will count."""

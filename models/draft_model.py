@@ -76,7 +76,7 @@ def beside(target: Target, name: str, revision: str | None) -> Target:
             f"{name} has another vocabulary than {target.identity.name} ({token!r} is {theirs.get(token)} there and {ours.get(token)} here); "
             f"a draft model needs the target's tokenizer"
         )
-    return load_target(folder, name, target.dtype, str(target.device))
+    return load_target(folder, name, target.dtype, str(target.device), compile=target.compiled)
 
 
 @dataclass
@@ -123,7 +123,7 @@ class Growing:
         return logits[rows, last][:, None]
 
     def __call__(self, tokens: Tensor, places: Tensor) -> Tensor:
-        """Log-probabilities [B, F, V] of what follows `tokens` [B, F], children of the nodes at `places` [B, F]."""
+        """Logits [B, F, V] of what follows `tokens` [B, F], children of the nodes at `places` [B, F]."""
         if self.logits is None:
             known, tree = self.tree.tokens.shape[1], self.tree
             self.tree = TokenTree(
@@ -134,4 +134,4 @@ class Growing:
             self.begin, self.logits = known, self.drafter.model.read(self.tree, self.cache, known).logits
         logits, self.logits = self.logits, None
         assert logits is not None
-        return logits[..., : self.drafter.vocabulary.size].log_softmax(-1, dtype=torch.float32)
+        return logits[..., : self.drafter.vocabulary.size]

@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from models.layer import Layer
 from models.packed import declared, pack
 from models.quick import quicken_norms
 from models.sampling import Voice
 from models.tree import TokenTree
+from models.vocabulary import DraftVocabulary
 
 
 @dataclass
@@ -137,10 +139,15 @@ class Drafter(nn.Module):
         """What knobs mean whose names mean other things elsewhere, for the drafter's card."""
         return {}
 
-    def ready(self) -> None:
-        """Called once before decoding, where packed weights pay: on a CPU."""
+    def ready(self, compiled: bool = False) -> None:
+        """Called once before decoding, where packed weights pay: on a CPU. `compiled`: layers are one operation each."""
         pack(self, declared(self))
-        quicken_norms(self)
+        quicken_norms(self, compiled)
+        for part in self.modules() if compiled else ():
+            if isinstance(part, Layer):
+                part.unite()
+            if isinstance(part, DraftVocabulary):
+                part.compiled = True
 
     def begin(self, rows: int, capacity: int) -> Any:
         """The drafter's own memory of `rows` sequences of up to `capacity` tokens, or None."""

@@ -69,8 +69,8 @@ class Eagle(FeatureDrafter):
         self.vocabulary.learn(counts)
         self.head.forget()
 
-    def ready(self) -> None:
-        super().ready()
+    def ready(self, compiled: bool = False) -> None:
+        super().ready(compiled)
         self.head.pack()
 
     def known(self, committed: Committed) -> Tensor:

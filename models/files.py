@@ -1,7 +1,9 @@
-"""Files that are never seen half written, and folders that are one process's alone."""
+"""Files that are never seen half written, folders that are one process's alone, and the user's cache."""
 
 import fcntl
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,3 +36,27 @@ def alone_in(folder: Path, busy: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         os.close(held)
+
+
+def cache_home() -> Path:
+    """Where Outrider keeps what it can make again: $OUTRIDER_CACHE, or ~/.cache/outrider."""
+    return Path(os.environ.get("OUTRIDER_CACHE", Path.home() / ".cache" / "outrider"))
+
+
+def made_once(name: str, make: Callable[[Path], None], shelf: str = "targets") -> Path:
+    """The folder `name` on a `shelf` of the cache; `make` fills it the first time, and only a finished one gets the name."""
+    home = cache_home() / shelf
+    final = home / name
+    if not final.exists():
+        home.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=home))
+        try:
+            make(unfinished)
+            try:
+                unfinished.rename(final)
+            except OSError:
+                if not final.exists():  # otherwise another process was faster, and its folder is as good
+                    raise
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    return final

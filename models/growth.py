@@ -17,10 +17,8 @@ from models.tree import Node, Path, TokenTree, chain, parents_of
 from models.vocabulary import DraftVocabulary
 
 # tokens [B, F] and where their parents stood [B, F] among the nodes that grew before
-# -> log-probabilities [B, F, V] of what follows, or [B, 1, V] where that is the same below every node;
-# and the target's id of each draft token comes from `spell`
+# -> logits [B, F, V] of what follows, or [B, 1, V] where that is the same below every node
 Ask = Callable[[Tensor, Tensor], Tensor]
-Spell = Callable[[Tensor], Tensor]
 
 
 def grow(root: Tensor, ask: Ask, vocabulary: DraftVocabulary, budget: Budget, voice: Voice) -> TokenTree:
@@ -34,8 +32,8 @@ def grow(root: Tensor, ask: Ask, vocabulary: DraftVocabulary, budget: Budget, vo
         paths = budget.paths or tuple(chain(min(budget.depth, budget.nodes - 1)))
         return grow_sampled(root, ask, vocabulary, paths, voice)
     if budget.paths:
-        return grow_static(root, ask, vocabulary.to_target, budget.paths)
-    return grow_dynamic(root, ask, vocabulary.to_target, budget)
+        return grow_static(root, ask, vocabulary, budget.paths)
+    return grow_dynamic(root, ask, vocabulary, budget)
 
 
 class Level(NamedTuple):
@@ -69,16 +67,16 @@ def asked_below(level: Level, tokens: Tensor, ask: Ask) -> Tensor:
     return ask(growing, torch.tensor(level.places, device=tokens.device).expand_as(growing))
 
 
-def grow_static(root: Tensor, ask: Ask, spell: Spell, paths: tuple[Path, ...]) -> TokenTree:
+def grow_static(root: Tensor, ask: Ask, vocabulary: DraftVocabulary, paths: tuple[Path, ...]) -> TokenTree:
     """The tree of `paths`: only nodes with children are asked what follows."""
     tokens = root[:, None].repeat(1, len(paths) + 1)
     for level in levels(paths):
-        log_probs, width = asked_below(level, tokens, ask), 1 + max(level.ranks)
-        if width > log_probs.shape[-1]:
+        logits, width = asked_below(level, tokens, ask), 1 + max(level.ranks)
+        if width > logits.shape[-1]:
             raise ValueError(
-                f"the tree takes the {width}th pick of a draft vocabulary of {log_probs.shape[-1]} tokens; choose a narrower tree"
+                f"the tree takes the {width}th pick of a draft vocabulary of {logits.shape[-1]} tokens; choose a narrower tree"
             )
-        picks = spell(log_probs.topk(width).indices).expand(-1, len(level.inner), -1)
+        picks = vocabulary.to_target(logits.topk(width).indices).expand(-1, len(level.inner), -1)
         tokens[:, level.children] = picks[:, level.above, level.ranks]
     return TokenTree(tokens, _parents(paths, tokens), torch.ones_like(tokens, dtype=torch.bool))
 
@@ -121,7 +119,7 @@ def _parents(paths: tuple[Path, ...], tokens: Tensor) -> Tensor:
     return torch.tensor(parents_of(paths), device=tokens.device).expand_as(tokens)
 
 
-def grow_dynamic(root: Tensor, ask: Ask, spell: Spell, budget: Budget) -> TokenTree:
+def grow_dynamic(root: Tensor, ask: Ask, vocabulary: DraftVocabulary, budget: Budget) -> TokenTree:
     """The `budget.nodes` nodes, root included, with the most probable paths among all that were drafted (EAGLE-2, section 4).
 
     At each of `budget.depth` levels the `budget.branch` most probable nodes of the level before grow, by as many children
@@ -132,9 +130,8 @@ def grow_dynamic(root: Tensor, ask: Ask, spell: Spell, budget: Budget) -> TokenT
     tokens, places = root[:, None], torch.zeros_like(root)[:, None]
     rows = [Candidates(token) for token in root.tolist()]
     for _ in range(budget.depth):
-        log_probs = ask(tokens, places)
-        best = log_probs.topk(min(budget.branch, log_probs.shape[-1]))
-        for row, picks, worth in zip(rows, spell(best.indices).tolist(), best.values.tolist(), strict=True):
+        log_probs, best = vocabulary.likeliest(ask(tokens, places), budget.branch)
+        for row, picks, worth in zip(rows, best.tolist(), log_probs.tolist(), strict=True):
             row.extend(picks, worth, budget.branch)
         if all(row.barren(budget) for row in rows):
             break

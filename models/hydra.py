@@ -113,10 +113,10 @@ class Growing:
         self.read = hidden[:, None]  # [B, F, (1 + head) * D] the hidden state, and the path down to each node
 
     def __call__(self, tokens: Tensor, places: Tensor) -> Tensor:
-        """Log-probabilities [B, F, V] of what follows `tokens` [B, F], children of the nodes at `places` [B, F]."""
+        """Logits [B, F, V] of what follows `tokens` [B, F], children of the nodes at `places` [B, F]."""
         row = torch.arange(len(tokens), device=tokens.device)[:, None]
         self.read = torch.cat([self.read[row, places], self.drafter.embedded(tokens)], dim=-1)
         states = self.drafter.blocks[self.head](self.read)
         said = self.drafter.head_logits(self.head, states)
         self.head += 1
-        return said.log_softmax(-1, dtype=torch.float32)
+        return said

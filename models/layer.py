@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from models.packed import added, together
+from models.native import Whole
+from models.packed import added, joined_product, together
 from models.sight import Looking, Sight, grouped
 from models.transfer import sent
 
@@ -74,18 +75,32 @@ class Rotary:
         self.scale = made.attention_scaling
         self.asked: tuple[Tensor, torch.dtype] | None = None  # where `turns` were made for
         self.turns = torch.empty(0), torch.empty(0)
+        self.tables: dict[torch.dtype, Pair] = {}  # [positions, C] in main memory
 
     def __call__(self, heads: Tensor, position: Tensor) -> Tensor:
         """`heads` [B, H, S, C] at `position` [B, S]."""
-        if self.asked is None or self.asked[0] is not position or self.asked[1] is not heads.dtype:
-            self.asked, self.turns = (position, heads.dtype), self._at(position, heads.dtype)  # queries, then keys
-        cos, sin = self.turns
+        cos, sin = self.angles(position, heads.dtype)
         return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
 
+    def angles(self, position: Tensor, dtype: torch.dtype) -> Pair:
+        """Cosines and sines [B, 1, S, C] at `position` [B, S]; several layers, or queries and keys, ask for the same."""
+        if self.asked is None or self.asked[0] is not position or self.asked[1] is not dtype:
+            self.asked, self.turns = (position, dtype), self._at(position, dtype)
+        return self.turns
+
     def _at(self, position: Tensor, dtype: torch.dtype) -> Pair:
-        """Cosines and sines [B, 1, S, C]."""
+        if position.device.type != "cpu":
+            return self._made(position[:, None], dtype)
+        end = int(position.max()) + 1 if len(position.flatten()) else 1
+        if dtype not in self.tables or end > len(self.tables[dtype][0]):
+            self.tables[dtype] = self._made(torch.arange(2 * end), dtype)
+        cos, sin = self.tables[dtype]  # looked up in fewer operations than computed
+        return cos[position][:, None], sin[position][:, None]
+
+    def _made(self, position: Tensor, dtype: torch.dtype) -> Pair:
+        """Cosines and sines [..., C] at `position` [...]."""
         self.frequencies = sent(self.frequencies, position.device)  # stays there
-        angle = position[:, None, :, None] * self.frequencies
+        angle = position[..., None] * self.frequencies
         cos, sin = angle.cos(), angle.sin()
         if self.scale != 1:
             cos, sin = cos * self.scale, sin * self.scale
@@ -137,6 +152,10 @@ class Attention(nn.Module):
         """[B, 1, H/G * Q, S] what `found` asks for where queries see what `seen` [B, Q, S] says."""
         return seen.repeat(1, self.shared, 1)[:, None]
 
+    def additive(self, seen: Tensor, dtype: torch.dtype) -> Tensor:
+        """[B, 1, Q, S] what the layer as one operation adds to scores where queries see what `seen` [B, Q, S] says."""
+        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)[:, None]
+
     def found(self, queries: Tensor, pairs: Pair, mask: Tensor) -> Tensor:
         """[B, Q, H*C] what `queries` find in `pairs` where `mask` lets them look."""
         rows = queries.unflatten(1, (self.groups, -1)).flatten(2, 3)  # heads of a group are rows: keys are read once
@@ -180,6 +199,8 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """What every drafter's layer is: attention whose output is added to a base, then an MLP that is added too."""
 
+    whole: Whole | None = None  # itself as one operation
+
     def __init__(self, config: LlamaConfig, width_in: int, stretch: float):
         super().__init__()
         self.self_attn = Attention(config, width_in, stretch)
@@ -190,6 +211,13 @@ class Layer(nn.Module):
         """The layer's output [..., D] from what attention `found` [..., H*C]."""
         states = added(self.self_attn.o_proj, found, base)
         return self.mlp(self.post_attention_layernorm(states), states)
+
+    def unite(self) -> None:
+        """Be one operation where few elements are read, once products are packed and norms quickened."""
+        attention, mlp, norm = self.self_attn, self.mlp, self.post_attention_layernorm
+        products = joined_product(attention.q_proj), attention.o_proj, joined_product(mlp.gate_proj), mlp.down_proj
+        assert norm.eps is not None
+        self.whole = Whole.of(products, None, norm.weight, norm.eps, attention.width, attention.width**-0.5)
 
     def through(self, inputs: tuple[Tensor, Tensor], position: Tensor, seen: Tensor) -> Tensor:
         """[B, N, D] the layer's output for its `inputs` at `position` [B, N], each of which sees what `seen` [B, N, N] says."""

@@ -102,8 +102,8 @@ class Medusa(Drafter):
             assert isinstance(own, nn.Linear)
             own.weight.data.copy_(self.vocabulary.rows(self.ends.head))
 
-    def ready(self) -> None:
-        super().ready()
+    def ready(self, compiled: bool = False) -> None:
+        super().ready(compiled)
         if not len(self.lm_heads):
             self.frozen.pack()
 
@@ -158,7 +158,7 @@ class Medusa(Drafter):
 
     def asking(self, committed: Committed, state: Any, depth: int) -> Ask:
         """What follows the nodes of each of `depth` levels: what a head says is the same below every node."""
-        levels = iter(self._guesses(committed.last_hidden, depth).log_softmax(-1, dtype=torch.float32).unbind(1))
+        levels = iter(self._guesses(committed.last_hidden, depth).unbind(1))
         return lambda tokens, places: next(levels)[:, None]
 
     def _guesses(self, hidden: Tensor, depth: int) -> Tensor:

@@ -117,6 +117,11 @@ class Part(nn.Module):
         return self.whole.part(self.place, states)
 
 
+def joined_product(layer: nn.Module) -> nn.Module:
+    """The product that computes `layer`, and others with it where they were joined."""
+    return layer.whole.product if isinstance(layer, Part) else layer
+
+
 def together(layers: Sequence[nn.Module], states: Tensor) -> Tensor:
     """What each of `layers` makes of `states` [..., in], side by side; where they were packed, as one product."""
     first = layers[0]

@@ -164,7 +164,7 @@ class PEagle(Fused):
             raise ValueError(
                 f"the tree is {depth} deep and this drafter guesses {self.depths} tokens; choose a shallower tree"
             )
-        levels = iter(self.guesses(committed, state, depth).log_softmax(-1, dtype=torch.float32).unbind(1))
+        levels = iter(self.guesses(committed, state, depth).unbind(1))
         ask = lambda tokens, places: next(levels)[:, None]  # noqa: E731
         return grow(committed.bonus, ask, self.vocabulary, replace(budget, depth=depth), voice)
 

@@ -13,28 +13,33 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from models.attention import NAME, grouped_attention
+from models.cache import KVCache
+from models.native import Whole, norm
 from models.packed import Part, swap
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 GATED = ("gate_proj", "up_proj")
 FEW = 32  # rows: from about there torch's own norm, which is ten operations, is faster
+MANY = 64  # tokens: a text, whose products and blocks of attention are what takes time
 SCALES = (1.0, 1e-3)  # of what a norm is shown: an epsilon counts where its input is small
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Norm(nn.Module):
-    """The norm by root mean square; of few rows as one by mean and variance, for which there is a kernel.
+    """The norm by root mean square: a `single` operation, or for few rows the one by mean and variance, for which there is a kernel.
 
     A row beside its own negative has the mean 0, so its variance is its mean square.
     """
 
-    def __init__(self, weight: Tensor, eps: float):
+    def __init__(self, weight: Tensor, eps: float, single: bool = False):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(weight.detach(), requires_grad=False), eps
+        self.weight, self.eps, self.single = nn.Parameter(weight.detach(), requires_grad=False), eps, single
         self.twice = torch.cat([weight, weight]).detach()
         self.shape, self.few = weight.shape, FEW * len(weight)
 
     def forward(self, states: Tensor) -> Tensor:
+        if self.single:
+            return norm(states, self.weight, self.eps)
         if states.numel() > self.few:
             return nn.functional.rms_norm(states, self.shape, self.weight, self.eps)
         both = torch.cat((states, -states), dim=-1)
@@ -50,7 +55,9 @@ class Attention(nn.Module):
         assert isinstance(query, Part)
         self.stock, self.product, self.out = stock, query.whole.product, stock.get_submodule("o_proj")
         self.width: int = stock.head_dim  # type: ignore[assignment]
-        self.project, self.number, self.scale = self.product.forward, stock.layer_idx, stock.scaling
+        self.project = self.product.forward
+        self.number: int = stock.layer_idx  # type: ignore[assignment]
+        self.scale: float = stock.scaling  # type: ignore[assignment]
         self.heads = [size // self.width for size in query.whole.sizes]
 
     def forward(
@@ -122,6 +129,55 @@ class Block(nn.Module):
         return self.down(self.gate(self.after(states)), states)
 
 
+class Single(nn.Module):
+    """A block that is one operation where few tokens are read: behind what a cache holds, or by themselves."""
+
+    def __init__(self, block: Block, whole: Whole):
+        super().__init__()
+        self.block, self.whole = block, whole
+        attention = block.parts[1]
+        assert isinstance(attention, Attention)
+        self.number, self.groups, self.width = attention.number, attention.heads[1], attention.width
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        cache: Cache | None = None,
+        **how: Any,
+    ) -> Tensor:
+        reads_tree = isinstance(cache, KVCache) and cache.filled is None
+        if attention_mask is None or not (reads_tree or (cache is None and hidden_states.shape[1] <= MANY)):
+            return self.block(
+                hidden_states, attention_mask, position_embeddings=position_embeddings, cache=cache, **how
+            )
+        store, starts = self._room(cache, hidden_states)
+        return self.whole(hidden_states, hidden_states, position_embeddings, store, starts, attention_mask)
+
+    def _room(self, cache: Cache | None, states: Tensor) -> tuple[tuple[Tensor, Tensor], list[int]]:
+        """Where keys and values go, and where in each row."""
+        if isinstance(cache, KVCache):
+            return cache.pair(self.number, states, self.groups, self.width), cache.starts
+        rows, count, _ = states.shape
+        keys, values = states.new_empty(2, rows, self.groups, count, self.width)
+        return (keys, values), [0] * rows
+
+
+def whole_of(block: Block) -> Whole | None:
+    """The parts of `block` as one operation reads them, where it knows their shapes."""
+    before, attention, after, mlp = block.parts
+    assert isinstance(before, Norm)
+    assert isinstance(attention, Attention)
+    assert isinstance(after, Norm)
+    assert isinstance(mlp, Gated)
+    if before.eps != after.eps:
+        return None
+    products = attention.product, attention.out, mlp.product, mlp.out
+    return Whole.of(products, before.weight, after.weight, after.eps, attention.width, attention.scale)
+
+
 LAYER = {"input_layernorm": Norm, "self_attn": Attention, "post_attention_layernorm": Norm, "mlp": Gated}
 
 
@@ -135,15 +191,18 @@ def turn(states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return turned
 
 
-def twins_of(stock: nn.Module) -> Iterator[nn.Module]:
-    """What might compute the same as `stock`, by what it is made of; a layer only once its parts are twins."""
+def twins_of(stock: nn.Module, single: bool) -> Iterator[nn.Module]:
+    """What might compute the same as `stock`, by what it is made of; a layer only once its parts are twins, and as a
+    `single` operation only where that is asked for."""
     own, inner = dict(stock.named_parameters(recurse=False)), dict(stock.named_children())
-    if isinstance(stock, Norm | Attention | Gated | Block):
+    if isinstance(stock, Block) and single and (whole := whole_of(stock)):
+        yield Single(stock, whole)
+    if isinstance(stock, Norm | Attention | Gated | Block | Single):
         return
     eps = getattr(stock, "variance_epsilon", getattr(stock, "eps", None))
     if set(own) == {"weight"} and own["weight"].ndim == 1 and not inner and isinstance(eps, float):
-        yield Norm(own["weight"], eps)
-        yield Norm(1 + own["weight"], eps)  # Gemma's weights count from 1
+        yield Norm(own["weight"], eps, single)
+        yield Norm(1 + own["weight"], eps, single)  # Gemma's weights count from 1
     if own:
         return
     how = getattr(getattr(stock, "config", None), "_attn_implementation", None)
@@ -163,20 +222,22 @@ def _joined(inner: Mapping[str, nn.Module], names: Sequence[str]) -> bool:
     return [part.place for part in parts] == list(range(len(parts[0].whole.sizes)))
 
 
-def quicken(model: nn.Module, run: Callable[[], object], within: float) -> None:
+def quicken(model: nn.Module, run: Callable[[], object], within: float, single: bool = False) -> None:
     """Put twins in the places of what `run` calls under `model`, where both answer alike `within` a relative error."""
-    while twins := alike_in(model, run, within):  # of parts, then of layers made of those
+    while twins := alike_in(
+        model, run, within, single
+    ):  # of parts, of layers made of those, of layers as one operation
         swap(model, twins)
 
 
-def alike_in(model: nn.Module, run: Callable[[], object], within: float) -> dict[nn.Module, nn.Module]:
+def alike_in(model: nn.Module, run: Callable[[], object], within: float, single: bool) -> dict[nn.Module, nn.Module]:
     """The twins of what `run` calls under `model` that answer alike."""
     calls: dict[nn.Module, Call] = {}
 
     def note(stock: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         calls[stock] = args, kwargs
 
-    might = [part for part in model.modules() if next(twins_of(part), None) is not None]
+    might = [part for part in model.modules() if next(twins_of(part, single), None) is not None]
     if not might:
         return {}
     hooks = [part.register_forward_hook(note, with_kwargs=True) for part in might]
@@ -184,16 +245,16 @@ def alike_in(model: nn.Module, run: Callable[[], object], within: float) -> dict
     for hook in hooks:
         hook.remove()
     found = {
-        stock: next((twin for twin in twins_of(stock) if alike(twin, stock, calls[stock], within)), None)
+        stock: next((twin for twin in twins_of(stock, single) if alike(twin, stock, calls[stock], within)), None)
         for stock in calls
     }
     return {stock: twin for stock, twin in found.items() if twin is not None}
 
 
-def quicken_norms(model: nn.Module) -> None:
+def quicken_norms(model: nn.Module, single: bool = False) -> None:
     """Put twins in the places of torch's own norms under `model`, which need no trial."""
     norms = [part for part in model.modules() if isinstance(part, nn.RMSNorm)]
-    swap(model, {norm: Norm(norm.weight, norm.eps) for norm in norms if norm.eps is not None})
+    swap(model, {norm: Norm(norm.weight, norm.eps, single) for norm in norms if norm.eps is not None})
 
 
 def alike(twin: nn.Module, stock: nn.Module, call: Call, within: float) -> bool:

@@ -6,13 +6,10 @@ user's cache, beside its final name, and renames.
 """
 
 import hashlib
-import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +28,7 @@ from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from models.ends import opened, tensor_files
+from models.files import made_once
 
 WANTED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.yaml", "tokenizer*", "*.model", "*.txt"]
 
@@ -45,11 +43,6 @@ class Identity:
     vocabulary: int
     base: str | None = None  # where it wears an adapter: the fingerprint without,
     adapter: str | None = None  # and the adapter's name, for people
-
-
-def cache_home() -> Path:
-    """Where Outrider keeps what it can make again: $OUTRIDER_CACHE, or ~/.cache/outrider."""
-    return Path(os.environ.get("OUTRIDER_CACHE", Path.home() / ".cache" / "outrider"))
 
 
 def from_hub(name: str, revision: str | None = None, kind: str = "target", allow_pickle: bool = False) -> Path:
@@ -113,25 +106,6 @@ def from_random(config: dict[str, Any]) -> Path:
     """A random model of the architecture `config` (`model_type` and its fields) with a byte tokenizer, always the same."""
     digest = hashlib.sha256(repr(sorted(config.items())).encode()).hexdigest()[:8]
     return made_once(f"random-{config['model_type']}-{digest}", lambda folder: _write_random(dict(config), folder))
-
-
-def made_once(name: str, make: Callable[[Path], None]) -> Path:
-    """The folder `name` of the cache; `make` fills it the first time, and only a finished one gets the name."""
-    home = cache_home() / "targets"
-    final = home / name
-    if not final.exists():
-        home.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=home))
-        try:
-            make(unfinished)
-            try:
-                unfinished.rename(final)
-            except OSError:
-                if not final.exists():  # otherwise another process was faster, and its folder is as good
-                    raise
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
-    return final
 
 
 def _convert_wheel(requirement: str, file: str, sha256: str, folder: Path) -> None:

@@ -17,6 +17,7 @@ from models.sampling import Voice
 from models.tree import TokenTree, spread
 from models.vocabulary import DraftVocabulary
 
+FEW = 16  # elements: where more are read and few are wanted, the rest need no last layer
 Seen = Callable[[Tensor], Tensor]  # the slots [B, Q] of queries -> what each may see [B, Q, S]
 
 
@@ -71,11 +72,21 @@ class Memory:
         self.start = [0 if anew else held for anew, held in zip(fresh, self.length, strict=True)]
         self.length = [begin + new for begin, new in zip(self.start, committed.length.tolist(), strict=True)]
 
-    def write(self, pairs: Pair, slots: Tensor, end: int, layer: int = 0) -> Pair:
-        """Put `pairs` [B, G, N, C] of `layer` into `slots` [B, N] and return all up to `end`, which is behind the last of them."""
+    def store(self, layer: int, end: int, like: Tensor, groups: int, width: int) -> Pair:
+        """Room [B, G, at least `end`, C] for the keys and values of `layer`, of the kind of `like`."""
         held = self.pairs.get(layer)
         if held is None or end > held[0].shape[2]:
-            held = self.pairs[layer] = grown(held, pairs[0], max(self.capacity, end + end // 2))
+            shape = len(self.length), groups, max(self.capacity, end + end // 2), width
+            new = like.new_zeros(shape), like.new_zeros(shape)
+            for room, old in zip(new, held or (), strict=False):
+                room[:, :, : old.shape[2]] = old
+            held = self.pairs[layer] = new
+        return held
+
+    def write(self, pairs: Pair, slots: Tensor, end: int, layer: int = 0) -> Pair:
+        """Put `pairs` [B, G, N, C] of `layer` into `slots` [B, N] and return all up to `end`, which is behind the last of them."""
+        _, groups, _, width = pairs[0].shape
+        held = self.store(layer, end, pairs[0], groups, width)
         for store, new in zip(held, pairs, strict=True):
             if len(slots) == 1:  # whose slots are neighbours
                 store[:, :, end - new.shape[2] : end] = new
@@ -84,43 +95,45 @@ class Memory:
         return held[0][:, :, :end], held[1][:, :, :end]
 
 
-def grown(held: Pair | None, like: Tensor, room: int) -> Pair:
-    """Room for `room` pairs shaped as `like`; what was held stays."""
-    rows, groups, _, width = like.shape
-    new = like.new_zeros(rows, groups, room, width), like.new_zeros(rows, groups, room, width)
-    for store, old in zip(new, held or (), strict=False):
-        store[:, :, : old.shape[2]] = old
-    return new
-
-
 def climb(
     stack: Sequence[Layer],
     memory: Memory,
     inputs: tuple[Tensor, Tensor],
     position: Tensor,
-    slots: Tensor,
-    end: int,
+    starts: Sequence[int],
     seen: Seen,
     wanted: Tensor | None = None,
 ) -> Tensor:
-    """The states [B, Q, D] above the `stack` of new elements at `position` and `slots` [B, N], which are remembered;
-    `end` is behind the last slot.
+    """The states [B, Q, D] above the `stack` of new elements at `position` [B, N], which are remembered from the slots
+    `starts` [B] on.
 
     Only `wanted` [B, Q] of them (all) are asked of the last layer.
     """
-    (pair, base), state = inputs, inputs[1]
+    (pair, base), state, count = inputs, inputs[1], position.shape[1]
+    slots, end = slots_of(starts, count).to(position.device), max(starts) + count
+    row = None if wanted is None else torch.arange(len(wanted), device=wanted.device)[:, None]
     for number, layer in enumerate(stack):
         if number:
             assert isinstance(layer, PlainLayer)
             pair, base = layer.inputs(state)
-        attention = layer.self_attn
+        attention, asked = layer.self_attn, wanted if number == len(stack) - 1 else None
+        if layer.whole is not None and (asked is None or count <= FEW):
+            store = memory.store(number, end, base, attention.groups, attention.width)
+            angles = attention.rotary.angles(position, base.dtype)
+            state = layer.whole(pair, base, angles, store, starts, attention.additive(seen(slots), base.dtype))
+            state = state if asked is None else state[row, asked]
+            continue
         queries, new = attention.queries_and_pairs(pair, position)
         pairs = memory.write(new, slots, end, number)
-        if wanted is not None and number == len(stack) - 1:
-            row = torch.arange(len(wanted), device=wanted.device)[:, None]
-            queries, base, slots = queries[row, :, wanted].transpose(1, 2), base[row, wanted], slots[row, wanted]
+        if asked is not None:
+            queries, base, slots = queries[row, :, asked].transpose(1, 2), base[row, asked], slots[row, asked]
         state = layer.outputs(base, attention.found(queries, pairs, attention.mask(seen(slots))))
     return state
+
+
+def slots_of(starts: Sequence[int], count: int) -> Tensor:
+    """[B, N] the `count` slots of each row from `starts` [B] on."""
+    return torch.tensor(starts)[:, None] + torch.arange(count)
 
 
 def read(
@@ -132,14 +145,13 @@ def read(
 ) -> Tensor:
     """The states [B, Q, D] of `wanted` [B, Q] above the `stack`, whose `inputs` [B, N, ...] are the pairs that `memory` expects."""
     count, device = inputs[0].shape[1], wanted.device
-    begin = torch.tensor(memory.start, device=device)[:, None]
-    slots, end = begin + torch.arange(count, device=device), max(memory.start) + count
+    end = max(memory.start) + count
 
     def seen(here: Tensor) -> Tensor:
         back = here[..., None] - torch.arange(end, device=device)
         return (back >= 0) if window is None else (back >= 0) & (back < window)
 
-    return climb(stack, memory, inputs, slots, slots, end, seen, wanted)
+    return climb(stack, memory, inputs, slots_of(memory.start, count).to(device), memory.start, seen, wanted)
 
 
 def last_pairs(committed: Committed) -> tuple[Tensor, Tensor]:
@@ -162,11 +174,11 @@ class Growing:
         self.level = self.guesses = 0
 
     def __call__(self, tokens: Tensor, places: Tensor) -> Tensor:
-        """Log-probabilities [B, F, V] of what follows `tokens` [B, F], children of the nodes at `places` [B, F]."""
+        """Logits [B, F, V] of what follows `tokens` [B, F], children of the nodes at `places` [B, F]."""
         if self.level:
             self._descend(tokens, places)
         self.level += 1
-        return self.drafter.says(self.state).log_softmax(-1, dtype=torch.float32)
+        return self.drafter.says(self.state)
 
     def _descend(self, tokens: Tensor, places: Tensor) -> None:
         """Take the states from the nodes that were asked last to their children `tokens`."""
@@ -174,13 +186,12 @@ class Growing:
         self.guesses += count
         rows = zip(self.above, places.tolist(), strict=True)
         self.above = [[above[place] | 1 << node for node, place in enumerate(row, first)] for above, row in rows]
-        told = [
-            [[end + self.level - 1] * count, [*range(end + first, end + self.guesses)]] for end in self.memory.length
-        ]
-        position, slots = torch.tensor(told, device=tokens.device).unbind(1)  # at once, as all that is small
+        ends = self.memory.length
+        position = torch.tensor([[end + self.level - 1] * count for end in ends], device=tokens.device)
         inputs = drafter.inputs(tokens, drafter.fed(self.state[self.row, places]))
-        seen, end = self._seen().to(tokens.device), max(self.memory.length) + self.guesses
-        self.state = climb(drafter.stack, self.memory, inputs, position, slots, end, lambda _: seen)
+        seen = self._seen().to(tokens.device)
+        starts = [end + first for end in ends]
+        self.state = climb(drafter.stack, self.memory, inputs, position, starts, lambda _: seen)
 
     def _seen(self) -> Tensor:
         """[B, F, S] what the nodes asked last see: the verified text, as far as the window goes, and the guesses above them."""

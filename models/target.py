@@ -26,8 +26,9 @@ from models.attention import share_keys, wants_whole
 from models.cache import KVCache
 from models.drafter import FeatureBatch, Reading
 from models.ends import Ends
+from models.native import compiles
 from models.packed import PackedLinear, pack, packs, same_input
-from models.quick import quicken
+from models.quick import Single, quicken
 from models.source import Identity, identify
 from models.transfer import sent
 from models.tree import TokenTree
@@ -41,7 +42,12 @@ class Target:
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, identity: Identity, hasten: bool = True
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        identity: Identity,
+        hasten: bool = True,
+        compile: bool = False,
     ):
         refuse_unfit(model)
         self.model = model.eval().requires_grad_(False)
@@ -57,6 +63,7 @@ class Target:
         self._caught: dict[int, Tensor] = {}
         self.product: Callable[[Tensor], Tensor] = model.get_output_embeddings()
         self.repeats = 1  # of a mask's rows
+        self.compiled = compile
         lowest = torch.finfo(self.dtype).min
         self._open, self._shut = torch.tensor([0.0, lowest], dtype=self.dtype, device=self.device)  # what a mask adds
         if hasten and packs(self.device, self.dtype) and not spread_out(self.layers):
@@ -85,7 +92,9 @@ class Target:
                 f"{type(self.model).__name__} answers differently once its linear layers that read one input are joined "
                 f"(relative error {apart:.1e}): it changes that input in place, so it cannot be a target"
             )
-        quicken(self.body, run, tolerance(self.dtype) / 10)  # part by part: a whole pass in bf16 piles roundings up
+        quicken(
+            self.body, run, tolerance(self.dtype) / 10, self.compiled
+        )  # part by part: a whole pass in bf16 piles roundings up
 
     @property
     def context(self) -> int:
@@ -144,7 +153,8 @@ class Target:
         heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
         width = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
         row, free = 2 * len(self.layers) * heads * width * capacity * self.dtype.itemsize, free_memory(self.device)
-        whole = self.repeats > 1 and wants_whole(self.device, self.dtype, rows * capacity)
+        products = self.repeats > 1 and not all(isinstance(layer, Single) for layer in self.layers)
+        whole = products and wants_whole(self.device, self.dtype, rows * capacity)
         row *= 2 if whole else 1  # while it grows, old and new stand side by side
         if rows * row > free:
             raise ValueError(
@@ -247,6 +257,7 @@ def load_target(
     spread: Callable[[PreTrainedModel], None] | None = None,
     change: Callable[[PreTrainedModel], object] | None = None,
     hasten: bool = True,
+    compile: bool | None = None,
     **how: Any,
 ) -> Target:
     """The target in `folder`. `dtype` auto is bf16 where the machine computes in it, else fp32; `device` auto is a GPU
@@ -254,10 +265,11 @@ def load_target(
     `from_pretrained` (device_map, quantization_config, attn_implementation, trust_remote_code).
 
     A model that `change` has changed has an `identity` of its own. Its layers, and those of one that `hasten` does not
-    allow to be packed, stay as they are.
+    allow to be packed, stay as they are. `compile` makes each layer one operation, None where this machine can.
     """
     where = device_of(device)
     kind = resolve_dtype(dtype, where)
+    compile = hasten and change is None and compiles(compile, where, kind)
     remote = bool(how.get("trust_remote_code"))
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=remote)
     try:
@@ -274,7 +286,7 @@ def load_target(
         model = model.to(where)
     if change:
         change(model)
-    return Target(model, tokenizer, identity or identify(folder, name, remote), hasten=hasten and change is None)
+    return Target(model, tokenizer, identity or identify(folder, name, remote), hasten and change is None, compile)
 
 
 def context(config: PretrainedConfig) -> int:

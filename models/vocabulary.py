@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from models import native
+
 OUTSIDE = -100  # a token outside the draft vocabulary: it teaches nothing and counts as a miss
 
 
@@ -15,6 +17,7 @@ class DraftVocabulary(nn.Module):
 
     d2t: Tensor
     t2d: Tensor
+    compiled = False  # whether the operations of models/native.py serve it
 
     def __init__(self, size: int | None, whole: int):
         super().__init__()
@@ -83,6 +86,16 @@ class DraftVocabulary(nn.Module):
         whole = probs.new_zeros(*probs.shape[:-1], self.whole)
         whole[..., ids] = probs
         return whole
+
+    def likeliest(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The log-probabilities [..., count] and the target's ids of the likeliest tokens, the likeliest first, by `logits`
+        [..., V]; all of them where there are fewer."""
+        count = min(count, logits.shape[-1])
+        if self.compiled and logits.dtype == torch.bfloat16:
+            log_probs, picks = native.likeliest(logits, count)
+        else:
+            log_probs, picks = logits.log_softmax(-1, dtype=torch.float32).topk(count)
+        return log_probs, self.to_target(picks)
 
     def to_target(self, tokens: Tensor) -> Tensor:
         """Target ids of draft ids."""

@@ -17,7 +17,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from models.ends import opened
-from models.source import Identity, fetched, made_once
+from models.files import made_once
+from models.source import Identity, fetched
 from models.target import differs, tolerance
 
 SETTINGS, MATRICES = "adapter_config.json", "adapter_model.safetensors"  # as PEFT names them

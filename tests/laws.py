@@ -110,13 +110,15 @@ def oracle(world: World, text: Text) -> Ask:
 def dynamic(world: World, text: Text, paths: list[Path], draw: Draw) -> TokenTree:
     """The drafter's most probable branches, as many as `paths` has, whatever their shape."""
     root = torch.tensor([text[-1]])
-    return grow_dynamic(root, oracle(world, text), lambda ids: ids, Budget((), len(paths) + 1, 3, 2))
+    return grow_dynamic(root, oracle(world, text), DraftVocabulary(None, world.size), Budget((), len(paths) + 1, 3, 2))
 
 
 def likely(world: World, text: Text, paths: list[Path], draw: Draw) -> TokenTree:
     """The drafter's most probable branches, where it believes in them at all."""
     root = torch.tensor([text[-1]])
-    return grow_dynamic(root, oracle(world, text), lambda ids: ids, Budget((), len(paths) + 1, 3, 2, least=0.3))
+    return grow_dynamic(
+        root, oracle(world, text), DraftVocabulary(None, world.size), Budget((), len(paths) + 1, 3, 2, least=0.3)
+    )
 
 
 @dataclass

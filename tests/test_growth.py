@@ -99,13 +99,13 @@ def test_the_first_nodes_of_a_dynamic_tree_are_the_smaller_tree():
 
 
 def test_where_all_paths_are_equally_likely_parents_still_come_first():
-    tree = grow_dynamic(torch.tensor([1]), Oracle(1, flat=True), VOCABULARY.to_target, Budget((), 6, 4, 3))
+    tree = grow_dynamic(torch.tensor([1]), Oracle(1, flat=True), VOCABULARY, Budget((), 6, 4, 3))
     assert tree.tokens.shape == (1, 6)
     assert tree.depth[0].tolist() == [0, 1, 1, 1, 2, 2]
 
 
 def test_a_tree_has_no_more_nodes_than_were_drafted():
-    tree = grow_dynamic(torch.tensor([1]), Oracle(1), VOCABULARY.to_target, Budget((), 99, 2, 2))
+    tree = grow_dynamic(torch.tensor([1]), Oracle(1), VOCABULARY, Budget((), 99, 2, 2))
     assert tree.tokens.shape == (1, 1 + 2 + 4)
 
 

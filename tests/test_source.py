@@ -10,7 +10,8 @@ from huggingface_hub import constants
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from conftest import tiny_config
-from models.source import Identity, byte_tokenizer, cache_home, fingerprint, from_hub, from_random, identify, made_once
+from models.files import cache_home, made_once
+from models.source import Identity, byte_tokenizer, fingerprint, from_hub, from_random, identify
 
 
 @pytest.fixture(scope="module")

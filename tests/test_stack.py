@@ -58,7 +58,7 @@ def after(drafter: FeatureDrafter, committed: Committed, path: tuple[int, ...]) 
     growing = Growing(drafter, committed, state)
     for token in path:
         found = growing(torch.full((len(committed.length), 1), token), torch.zeros(len(committed.length), 1).long())
-    return found[:, 0]
+    return found[:, 0].log_softmax(-1)
 
 
 def best_paths(drafter: FeatureDrafter, committed: Committed, row: int, budget: Budget) -> set[tuple[int, ...]]:

@@ -12,8 +12,7 @@ from typing import Any
 from conf.schema import Data, Run
 from decode.opening import identity_of
 from decode.prompts import evenly
-from models.files import alone_in
-from models.source import cache_home
+from models.files import alone_in, cache_home
 from train.chat import Row
 from train.clean import asked_in, words
 from train.data import write_rows

@@ -21,9 +21,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from decode.progress import Bar
 from models.drafter import FeatureBatch
-from models.files import write_whole
+from models.files import cache_home, write_whole
 from models.shelf import make_folder
-from models.source import Identity, cache_home
+from models.source import Identity
 from models.target import Target
 from models.transfer import sent
 from train.chat import Example

@@ -1,0 +1,366 @@
+// A decoder layer over few rows in bf16, as one operation: its products are oneDNN's, what stands between them is here.
+//
+// B rows of text, N new tokens in each, H query heads, G key-value heads, S keys, D head width. Sums are in float and every
+// part is rounded where PyTorch rounds it, but for scores, which stay in float until they are weights.
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/pad.h>
+#include <immintrin.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+using at::Tensor;
+using c10::BFloat16;
+using Maybe = std::optional<Tensor>;
+
+constexpr int64_t ALONE = 1 << 14;  // numbers that one thread works through sooner than two start
+constexpr int64_t LEAST = 4;        // rows: oneDNN reads weights faster for four than for one
+
+template <class To, class From>
+To bits(From from) {
+  To to;
+  static_assert(sizeof to == sizeof from);
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+inline float wide(BFloat16 x) { return bits<float>(uint32_t(x.x) << 16); }
+
+inline BFloat16 rounded(float x) {  // to nearest, ties to even
+  uint32_t raw = bits<uint32_t>(x);
+  return BFloat16(uint16_t((raw + 0x7fff + ((raw >> 16) & 1)) >> 16), BFloat16::from_bits());
+}
+
+// e to the x up to 88, as compilers can vectorize it: a power of two by its bits times a polynomial (that of Cephes).
+inline float exponential(float x) {
+  x = x < -87.0f ? -87.0f : x;
+  float n = __builtin_rintf(x * 1.44269504f), r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  float series = 1.9875691500e-4f;
+  series = series * r + 1.3981999507e-3f;
+  series = series * r + 8.3334519073e-3f;
+  series = series * r + 4.1665795894e-2f;
+  series = series * r + 1.6666665459e-1f;
+  series = series * r + 5.0000001201e-1f;
+  return bits<float>((int32_t(n) + 127) << 23) * (series * r * r + r + 1.0f);
+}
+
+inline float highest(const float* row, int64_t count) {
+  float top = row[0];
+#pragma omp simd reduction(max : top)
+  for (int64_t i = 0; i < count; i++) top = std::max(top, row[i]);
+  return top;
+}
+
+template <class Work>
+void share_out(int64_t rows, int64_t numbers, const Work& work) {
+  if (numbers < ALONE)
+    work(0, rows);
+  else
+    at::parallel_for(0, rows, 1, work);
+}
+
+// The norm by root mean square, in the precision and order of operations of transformers' Llama.
+Tensor norm(const Tensor& states, const Tensor& weight, double eps) {
+  Tensor in = states.contiguous(), out = at::empty(in.sizes(), in.options());
+  int64_t width = weight.numel(), rows = in.numel() / width;
+  const BFloat16 *from = in.const_data_ptr<BFloat16>(), *gain = weight.const_data_ptr<BFloat16>();
+  BFloat16* to = out.data_ptr<BFloat16>();
+  share_out(rows, in.numel(), [=](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) {
+      const BFloat16* x = from + row * width;
+      BFloat16* y = to + row * width;
+      float squares = 0.0f;
+      for (int64_t i = 0; i < width; i++) squares += wide(x[i]) * wide(x[i]);
+      float scale = 1.0f / std::sqrt(squares / width + float(eps));
+      for (int64_t i = 0; i < width; i++) y[i] = rounded(wide(rounded(wide(x[i]) * scale)) * wide(gain[i]));
+    }
+  });
+  return out;
+}
+
+// SiLU(gate) * up of rows that hold both, side by side.
+Tensor gated(const Tensor& both) {
+  int64_t width = both.size(-1) / 2, rows = both.numel() / (2 * width);
+  auto size = both.sizes().vec();
+  size.back() = width;
+  Tensor out = at::empty(size, both.options());
+  const BFloat16* from = both.const_data_ptr<BFloat16>();
+  BFloat16* to = out.data_ptr<BFloat16>();
+  share_out(rows, both.numel(), [=](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) {
+      const BFloat16 *gate = from + 2 * row * width, *up = gate + width;
+      BFloat16* y = to + row * width;
+      for (int64_t i = 0; i < width; i++) {
+        float x = wide(gate[i]);
+        y[i] = rounded(wide(rounded(x / (1.0f + exponential(-x)))) * wide(up[i]));
+      }
+    }
+  });
+  return out;
+}
+
+// Turn queries and keys in place by angles [B, N, D], of which the second half is read, and put keys and values where they stay.
+void turn_and_keep(Tensor& made, const Tensor& cosine, const Tensor& sine, const Tensor& keys, const Tensor& values, at::IntArrayRef starts) {
+  int64_t N = cosine.size(-2), all = made.size(1), G = keys.size(1), D = keys.size(3), turned = all / D - G, half = D / 2;
+  int64_t in_row = keys.stride(0), in_group = keys.stride(1);
+  const BFloat16 *cosines = cosine.const_data_ptr<BFloat16>(), *sines = sine.const_data_ptr<BFloat16>();
+  BFloat16 *states = made.data_ptr<BFloat16>(), *key = keys.data_ptr<BFloat16>(), *value = values.data_ptr<BFloat16>();
+  share_out(keys.size(0) * N, made.numel(), [=](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) {
+      const BFloat16 *c = cosines + row * D + half, *s = sines + row * D + half;
+      BFloat16* x = states + row * all;
+      for (int64_t h = 0; h < turned; h++) {
+        BFloat16 *low = x + h * D, *high = low + half;
+        for (int64_t i = 0; i < half; i++) {
+          float a = wide(low[i]), b = wide(high[i]);
+          low[i] = rounded(a * wide(c[i]) - b * wide(s[i]));
+          high[i] = rounded(b * wide(c[i]) + a * wide(s[i]));
+        }
+      }
+      for (int64_t g = 0; g < G; g++) {
+        int64_t to = row / N * in_row + g * in_group + (starts[row / N] + row % N) * D;
+        std::memcpy(key + to, x + (turned - G + g) * D, D * sizeof(BFloat16));
+        std::memcpy(value + to, x + (turned + g) * D, D * sizeof(BFloat16));
+      }
+    }
+  });
+}
+
+// Two bf16 in 32 bits, as the dot product of AVX512-BF16 reads them.
+inline __m512bh pairs(const uint32_t* from) { return (__m512bh)_mm512_loadu_si512(from); }
+inline __m512bh pair(uint32_t one) { return (__m512bh)_mm512_set1_epi32(int(one)); }
+
+// to[j][s] = from[s][j] for 16 rows and 16 columns of 32 bits; rows begin `from_step` and `to_step` apart.
+inline void turn_over(const uint32_t* from, int64_t from_step, uint32_t* to, int64_t to_step) {
+  __m512i row[16], part[16];
+  for (int i = 0; i < 16; i++) row[i] = _mm512_loadu_si512(from + i * from_step);
+  for (int i = 0; i < 16; i += 2) {
+    part[i] = _mm512_unpacklo_epi32(row[i], row[i + 1]);
+    part[i + 1] = _mm512_unpackhi_epi32(row[i], row[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4)
+    for (int k = 0; k < 2; k++) {
+      row[i + 2 * k] = _mm512_unpacklo_epi64(part[i + k], part[i + k + 2]);
+      row[i + 2 * k + 1] = _mm512_unpackhi_epi64(part[i + k], part[i + k + 2]);
+    }
+  for (int i = 0; i < 8; i++) {
+    int at = i / 4 * 8 + i % 4;
+    part[at] = _mm512_shuffle_i32x4(row[at], row[at + 4], 0x88);
+    part[at + 4] = _mm512_shuffle_i32x4(row[at], row[at + 4], 0xdd);
+  }
+  for (int i = 0; i < 8; i++) {
+    _mm512_storeu_si512(to + i * to_step, _mm512_shuffle_i32x4(part[i], part[i + 8], 0x88));
+    _mm512_storeu_si512(to + (i + 8) * to_step, _mm512_shuffle_i32x4(part[i], part[i + 8], 0xdd));
+  }
+}
+
+// The keys and values of one group, laid out for dot products, and what its queries need meanwhile.
+template <int D>
+struct Group {
+  static constexpr int R = D <= 64 ? 4 : 2;  // queries at a time, as many as there are registers for
+  int64_t S = 0, full = 0;                   // keys, and those in whole registers
+  std::vector<uint32_t> key, value;          // [D/2, full] pairs along D; [full/2, D] pairs of neighbouring keys
+  std::vector<uint32_t> query, weight;       // [R, D/2], [R, full/2]
+  std::vector<float> score;                  // [R, full]
+
+  void read(const BFloat16* keys, const BFloat16* values, int64_t count) {
+    S = count, full = (S + 31) / 32 * 32;
+    key.resize(full * D / 2), value.resize(full * D / 2);
+    query.resize(R * D / 2), weight.resize(R * full / 2), score.resize(R * full);
+    const uint32_t* packed = reinterpret_cast<const uint32_t*>(keys);
+    int64_t s = 0;
+    for (; s + 16 <= S; s += 16)
+      for (int j = 0; j < D / 2; j += 16) turn_over(packed + s * D / 2 + j, D / 2, &key[j * full + s], full);
+    for (; s < full; s++)
+      for (int j = 0; j < D / 2; j++) key[j * full + s] = s < S ? packed[s * D / 2 + j] : 0;
+    for (s = 0; s < full; s += 2) {
+      const BFloat16* x = values + s * D;
+      uint32_t* to = &value[s / 2 * D];
+      if (s + 1 < S)
+        for (int d = 0; d < D; d++) to[d] = uint32_t(x[d].x) | uint32_t(x[D + d].x) << 16;
+      else
+        for (int d = 0; d < D; d++) to[d] = s < S ? x[d].x : 0;
+    }
+  }
+
+  void ask(int r, const BFloat16* states, const BFloat16* mask) {
+    std::memcpy(&query[r * D / 2], states, D * sizeof(BFloat16));
+    float* to = &score[r * full];
+    for (int64_t s = 0; s < S; s++) to[s] = wide(mask[s]);
+    std::fill(to + S, to + full, -INFINITY);
+  }
+
+  // What the first `rows` queries find [rows, D].
+  template <int rows>
+  void find(float scale, float* found) {
+    for (int64_t s = 0; s < full; s += 32) {
+      __m512 sum[rows][2] = {};
+      for (int j = 0; j < D / 2; j++)
+        for (int half = 0; half < 2; half++) {
+          __m512bh some = pairs(&key[j * full + s + 16 * half]);
+          for (int r = 0; r < rows; r++) sum[r][half] = _mm512_dpbf16_ps(sum[r][half], pair(query[r * D / 2 + j]), some);
+        }
+      for (int r = 0; r < rows; r++)
+        for (int half = 0; half < 2; half++) {
+          float* at = &score[r * full + s + 16 * half];
+          _mm512_storeu_ps(at, _mm512_fmadd_ps(sum[r][half], _mm512_set1_ps(scale), _mm512_loadu_ps(at)));
+        }
+    }
+    float total[rows] = {};
+    for (int r = 0; r < rows; r++) {
+      float *row = &score[r * full], top = highest(row, full);
+      for (int64_t s = 0; s < full; s++) total[r] += row[s] = exponential(row[s] - top);
+      for (int64_t s = 0; s < full; s += 32) {
+        __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(row + s + 16), _mm512_loadu_ps(row + s));
+        _mm512_storeu_si512(&weight[r * full / 2 + s / 2], (__m512i)both);
+      }
+    }
+    __m512 mixed[rows][D / 16] = {};
+    for (int64_t s = 0; s < full / 2; s++)
+      for (int j = 0; j < D / 16; j++) {
+        __m512bh some = pairs(&value[s * D + 16 * j]);
+        for (int r = 0; r < rows; r++) mixed[r][j] = _mm512_dpbf16_ps(mixed[r][j], pair(weight[r * full / 2 + s]), some);
+      }
+    for (int r = 0; r < rows; r++)
+      for (int j = 0; j < D / 16; j++) _mm512_storeu_ps(found + r * D + 16 * j, _mm512_div_ps(mixed[r][j], _mm512_set1_ps(total[r])));
+  }
+
+  void find(int rows, float scale, float* found) {
+    if (rows == 1) return find<1>(scale, found);
+    if (rows == 2) return find<2>(scale, found);
+    if constexpr (R == 4) rows == 3 ? find<3>(scale, found) : find<4>(scale, found);
+  }
+};
+
+// What the queries at the beginning of `made` [at least B * N, (H + 2G) * D] find where the additive `mask` [B, 1, at least N, S]
+// lets them; rows beyond are 0.
+template <int D>
+Tensor attended(const Tensor& made, const Tensor& keys, const Tensor& values, const Tensor& mask, int64_t N, float scale) {
+  int64_t B = keys.size(0), all = made.size(1), G = keys.size(1), S = mask.size(3);
+  int64_t H = all / D - 2 * G, shared = H / G, rows = shared * N, in_row = keys.stride(0), in_group = keys.stride(1);
+  int64_t mask_row = mask.stride(0), mask_node = mask.stride(2);
+  Tensor out = at::empty({made.size(0), H * D}, made.options());
+  const BFloat16 *states = made.const_data_ptr<BFloat16>(), *masks = mask.const_data_ptr<BFloat16>();
+  const BFloat16 *key = keys.const_data_ptr<BFloat16>(), *value = values.const_data_ptr<BFloat16>();
+  BFloat16* to = out.data_ptr<BFloat16>();
+  std::fill(to + B * N * H * D, to + out.numel(), BFloat16(0));
+  int64_t cuts = std::clamp<int64_t>((2 * at::get_num_threads() + B * G - 1) / (B * G), 1, std::max<int64_t>(rows / 4, 1));
+  at::parallel_for(0, B * G * cuts, 1, [&](int64_t begin, int64_t end) {
+    thread_local Group<D> group;
+    for (int64_t item = begin; item < end; item++) {
+      int64_t b = item / cuts / G, g = item / cuts % G, cut = item % cuts, from = b * in_row + g * in_group;
+      if (item == begin || cut == 0) group.read(key + from, value + from, S);
+      for (int64_t row = rows * cut / cuts, last = rows * (cut + 1) / cuts; row < last;) {
+        int count = int(std::min<int64_t>(group.R, last - row));
+        for (int r = 0; r < count; r++) {
+          int64_t head = g * shared + (row + r) / N, node = (row + r) % N;
+          group.ask(r, states + (b * N + node) * all + head * D, masks + b * mask_row + node * mask_node);
+        }
+        float found[Group<D>::R * D];
+        group.find(count, scale, found);
+        for (int r = 0; r < count; r++, row++)
+          for (int d = 0; d < D; d++) to[((b * N + row % N) * H + g * shared + row / N) * D + d] = rounded(found[r * D + d]);
+      }
+    }
+  });
+  return out;
+}
+
+Tensor attend(const Tensor& made, const Tensor& keys, const Tensor& values, const Tensor& mask, int64_t N, double scale) {
+  switch (keys.size(3)) {
+    case 32: return attended<32>(made, keys, values, mask, N, float(scale));
+    case 64: return attended<64>(made, keys, values, mask, N, float(scale));
+    case 96: return attended<96>(made, keys, values, mask, N, float(scale));
+    case 128: return attended<128>(made, keys, values, mask, N, float(scale));
+  }
+  TORCH_CHECK(false, "heads are 32, 64, 96 or 128 wide here, not ", keys.size(3));
+}
+
+using Product = Tensor(const Tensor&, const Tensor&, const Maybe&, c10::string_view, c10::List<std::optional<at::Scalar>>, std::optional<c10::string_view>);
+using Sum = Tensor(const Tensor&, const Tensor&, const Tensor&, const Maybe&, c10::string_view);
+
+Tensor product(const Tensor& states, const Tensor& weight, const Maybe& bias) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("mkldnn::_linear_pointwise", "").typed<Product>();
+  static const c10::List<std::optional<at::Scalar>> none;
+  return op.call(states, weight, bias, "none", none, "");
+}
+
+Tensor sum(const Tensor& states, const Tensor& plus, const Tensor& weight, const Maybe& bias) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("mkldnn::_linear_pointwise", "binary").typed<Sum>();
+  return op.call(states, plus, weight, bias, "add");
+}
+
+// Rows [at least LEAST, width]: those of `states` [..., width], and zeros.
+Tensor enough(const Tensor& states) {
+  int64_t width = states.size(-1), rows = states.numel() / width;
+  Tensor flat = states.reshape({rows, width});
+  return rows < LEAST ? at::pad(flat, {0, 0, 0, LEAST - rows}) : flat;
+}
+
+// `entering` [B, N, ...], through the norm of `before` where there is one, is what attention reads and `base` [B, N, width]
+// what its output is added to; new keys and values go into `keys` and `values` [B, G, room, D] from `starts` on.
+Tensor layer(const Tensor& entering, const Tensor& base, const Tensor& cosine, const Tensor& sine, const Tensor& keys,
+             const Tensor& values, at::IntArrayRef starts, const Tensor& mask, const Maybe& before, const Tensor& project,
+             const Maybe& project_bias, const Tensor& mix, const Maybe& mix_bias, const Tensor& after, const Tensor& gate,
+             const Maybe& gate_bias, const Tensor& down, const Maybe& down_bias, double scale, double eps) {
+  int64_t N = base.size(1), rows = base.size(0) * N;
+  Tensor read = enough(entering), plus = enough(base);
+  Tensor made = product(before ? norm(read, *before, eps) : read, project, project_bias);
+  turn_and_keep(made, cosine, sine, keys, values, starts);
+  Tensor states = sum(attend(made, keys, values, mask, N, scale), plus, mix, mix_bias);
+  Tensor out = sum(gated(product(norm(states, after, eps), gate, gate_bias)), states, down, down_bias);
+  return out.narrow(0, 0, rows).view_as(base);
+}
+
+// The `count` likeliest tokens of each row of `logits` [..., V], the first of equals first, and their log-probabilities.
+std::tuple<Tensor, Tensor> likeliest(const Tensor& logits, int64_t count) {
+  constexpr int64_t BLOCK = 32;
+  Tensor in = logits.contiguous();
+  int64_t V = in.size(-1), rows = in.numel() / V, blocks = (V + BLOCK - 1) / BLOCK;
+  auto size = in.sizes().vec();
+  size.back() = count;
+  Tensor values = at::empty(size, in.options().dtype(at::kFloat)), picks = at::empty(size, in.options().dtype(at::kLong));
+  const BFloat16* from = in.const_data_ptr<BFloat16>();
+  float* worth = values.data_ptr<float>();
+  int64_t* pick = picks.data_ptr<int64_t>();
+  share_out(rows, in.numel(), [=](int64_t begin, int64_t end) {
+    std::vector<float> row(blocks * BLOCK), top(blocks);
+    for (int64_t r = begin; r < end; r++) {
+      for (int64_t i = 0; i < V; i++) row[i] = std::max(wide(from[r * V + i]), std::numeric_limits<float>::lowest());
+      std::fill(row.begin() + V, row.end(), -INFINITY);  // below all, as what was picked is
+      for (int64_t b = 0; b < blocks; b++) top[b] = highest(&row[b * BLOCK], BLOCK);
+      float high = highest(top.data(), blocks), total = 0.0f;
+      for (int64_t i = 0; i < V; i++) total += exponential(row[i] - high);
+      for (int64_t n = 0; n < count; n++) {
+        int64_t block = std::max_element(top.begin(), top.end()) - top.begin();
+        float* at = std::find(&row[block * BLOCK], &row[block * BLOCK] + BLOCK, top[block]);
+        int64_t place = at - row.data();
+        worth[r * count + n] = wide(from[r * V + place]) - high - std::log(total);
+        pick[r * count + n] = place;
+        *at = -INFINITY;
+        top[block] = highest(&row[block * BLOCK], BLOCK);
+      }
+    }
+  });
+  return {values, picks};
+}
+
+TORCH_LIBRARY(outrider, library) {
+  library.def("norm(Tensor states, Tensor weight, float eps) -> Tensor", &norm);
+  library.def("likeliest(Tensor logits, int count) -> (Tensor, Tensor)", &likeliest);
+  library.def(
+      "layer(Tensor entering, Tensor base, Tensor cosine, Tensor sine, Tensor(a!) keys, Tensor(b!) values, int[] starts, "
+      "Tensor mask, Tensor? before, Tensor project, Tensor? project_bias, Tensor mix, Tensor? mix_bias, Tensor after, "
+      "Tensor gate, Tensor? gate_bias, Tensor down, Tensor? down_bias, float scale, float eps) -> Tensor",
+      &layer);
+}

@@ -1,0 +1,181 @@
+"""A decoder layer of few rows as one operation: models/native.cpp, compiled by the machine's own C++ compiler, once.
+
+What stands between a small layer's products takes as long as they do while it is a dozen operations, most of which
+find their code and their inputs out of the processor's caches. B rows, N tokens, G key-value heads, S keys, D head width.
+"""
+
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.cpp_extension import include_paths, library_paths
+
+from models.files import made_once
+from models.packed import PackedLinear
+
+SOURCE = Path(__file__).with_name("native.cpp")
+# sums in any order, as every kernel has them; not -ffast-math, which changes the processor's rounding for everybody
+FLAGS = [
+    "-O3",
+    "-march=native",
+    "-std=c++20",
+    "-shared",
+    "-fPIC",
+    "-fopenmp",
+    "-w",
+    "-fassociative-math",
+    "-fno-signed-zeros",
+    "-fno-trapping-math",
+    "-fno-math-errno",
+]
+LIBRARY = "layer.so"
+HEADS = (32, 64, 96, 128)  # widths that it knows
+Pair = tuple[Tensor, Tensor]
+
+
+def unable(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why layers cannot be compiled for `device` and `dtype` here; None where they can."""
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return f"it is for bf16 on a CPU, and the target is in {str(dtype).removeprefix('torch.')} on {device}"
+    if not torch.cpu._is_avx512_bf16_supported():
+        return "this processor has no AVX512-BF16"
+    if compiler() is None:
+        return "there is no C++ compiler: neither $CXX nor g++ or clang++ was found"
+    return None
+
+
+def compiles(wanted: bool | None, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether layers are compiled: where they can be, unless `wanted` is False. Raises ValueError where it is True and they cannot."""
+    if wanted is False:
+        return False
+    if reason := unable(device, dtype):
+        if wanted:
+            raise ValueError(f"target.compile=true cannot be: {reason}; leave it out")
+        return False
+    try:
+        operations()
+    except ValueError as error:
+        if wanted:
+            raise
+        print(f"note: layers stay uncompiled: {error}", file=sys.stderr, flush=True)
+        return False
+    return True
+
+
+def compiler() -> str | None:
+    """The C++ compiler of this machine: $CXX, or the one that is found."""
+    named = os.environ.get("CXX")
+    return shutil.which(named) if named else shutil.which("g++") or shutil.which("clang++")
+
+
+@functools.cache
+def operations() -> Any:
+    """The operations of native.cpp. Raises ValueError where the compiler refuses it."""
+    torch.ops.load_library(str(compiled() / LIBRARY))
+    return torch.ops.outrider
+
+
+def compiled() -> Path:
+    """The folder of the library for this source, torch and processor."""
+    listed = Path("/proc/cpuinfo")
+    features = [line for line in listed.read_text().splitlines() if line.startswith(("flags", "model"))][:3]
+    told = (SOURCE.read_text(), torch.__version__, compiler(), FLAGS, features)
+    return made_once(f"layer-{hashlib.sha256(repr(told).encode()).hexdigest()[:12]}", _compile, "compiled")
+
+
+def _compile(folder: Path) -> None:
+    print("compiling the layer for this machine, once (10 seconds) ...", file=sys.stderr, flush=True)
+    found = compiler()
+    assert found is not None
+    folders = [*(f"-I{path}" for path in include_paths()), *(f"-L{path}" for path in library_paths())]
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
+    command = [found, *FLAGS, abi, str(SOURCE), *folders, "-ltorch_cpu", "-lc10", "-o", str(folder / LIBRARY)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        said = next((line for line in done.stderr.splitlines() if "error" in line), "no message")
+        raise ValueError(f"{found} could not compile {SOURCE.name} ({said})")
+
+
+def norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`states` [..., width] divided by their root mean square, times `weight`."""
+    made: Tensor = operations().norm.default(states, weight, eps)
+    return made
+
+
+def likeliest(logits: Tensor, count: int) -> Pair:
+    """The log-probabilities [..., count] and places of the highest of `logits` [..., V], the first of equals first."""
+    log_probs, picks = operations().likeliest.default(logits, count)
+    return log_probs, picks
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The parts of a layer: attention that adds what it found to a base, then a gated MLP that adds to that.
+
+    `before` is the weight of the norm of what attention reads, unless it comes normed.
+    """
+
+    before: Tensor | None
+    project: PackedLinear  # to queries, keys and values, side by side
+    mix: PackedLinear
+    after: Tensor  # the weight of the norm before the MLP
+    gate: PackedLinear  # to gate and input, side by side
+    down: PackedLinear
+    scale: float  # of scores
+    eps: float  # of both norms
+
+    @classmethod
+    def of(
+        cls,
+        products: Sequence[nn.Module],
+        before: Tensor | None,
+        after: Tensor,
+        eps: float,
+        width: int,
+        scale: float,
+    ) -> "Whole | None":
+        """A layer of four packed `products` and heads `width` wide; None where they are not packed or not as wide as it knows."""
+        project, mix, gate, down = products
+        packed = [one for one in (project, mix, gate, down) if isinstance(one, PackedLinear)]
+        if len(packed) < len(products) or width not in HEADS:
+            return None
+        return cls(before, packed[0], packed[1], after, packed[2], packed[3], scale, eps)
+
+    def __call__(
+        self, entering: Tensor, base: Tensor, angles: Pair, store: Pair, starts: Sequence[int], mask: Tensor
+    ) -> Tensor:
+        """[B, N, width] the layer's output. New keys and values go into `store` [B, G, room, D] from `starts` [B] on.
+
+        The first N rows of the additive `mask` [B, 1, ..., S] say what is seen.
+        """
+        project, mix, gate, down = self.project, self.mix, self.gate, self.down
+        made: Tensor = operations().layer.default(
+            entering,
+            base,
+            *angles,
+            *store,
+            starts,
+            mask,
+            self.before,
+            project.packed,
+            project.bias,
+            mix.packed,
+            mix.bias,
+            self.after,
+            gate.packed,
+            gate.bias,
+            down.packed,
+            down.bias,
+            self.scale,
+            self.eps,
+        )
+        return made
