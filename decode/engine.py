@@ -310,9 +310,10 @@ def odds_of(tree: TokenTree) -> list[tuple[tuple[int, float], ...]]:
     """For each row its guesses' depths and the log-probabilities of their paths, where the drafter ranked them so."""
     if tree.scores is None:
         return [()] * len(tree.tokens)
-    rows = zip(tree.depth.tolist(), tree.scores.tolist(), tree.listed, strict=True)
+    rows = zip(tree.sights, tree.scores, tree.listed, strict=True)
     return [
-        tuple((depth, score) for depth, score, node in list(zip(*row, strict=True))[1:] if node.valid) for row in rows
+        tuple((sees.bit_count() - 1, score) for sees, score, node in list(zip(*row, strict=True))[1:] if node.valid)
+        for row in rows
     ]
 
 

@@ -15,7 +15,6 @@ from models.packed import declared, pack
 from models.quick import quicken_norms
 from models.sampling import Voice
 from models.tree import TokenTree
-from models.vocabulary import DraftVocabulary
 
 
 @dataclass
@@ -142,12 +141,10 @@ class Drafter(nn.Module):
     def ready(self, compiled: bool = False) -> None:
         """Called once before decoding, where packed weights pay: on a CPU. `compiled`: layers are one operation each."""
         pack(self, declared(self))
-        quicken_norms(self, compiled)
+        quicken_norms(self)
         for part in self.modules() if compiled else ():
             if isinstance(part, Layer):
                 part.unite()
-            if isinstance(part, DraftVocabulary):
-                part.compiled = True
 
     def begin(self, rows: int, capacity: int) -> Any:
         """The drafter's own memory of `rows` sequences of up to `capacity` tokens, or None."""

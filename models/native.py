@@ -105,6 +105,11 @@ def _compile(folder: Path) -> None:
         raise ValueError(f"{found} could not compile {SOURCE.name} ({said})")
 
 
+def serves(states: Tensor) -> bool:
+    """Whether the operations are in use here and made for such `states`."""
+    return operations.cache_info().currsize > 0 and states.dtype == torch.bfloat16 and states.device.type == "cpu"
+
+
 def norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`states` [..., width] divided by their root mean square, times `weight`."""
     made: Tensor = operations().norm.default(states, weight, eps)
@@ -115,6 +120,12 @@ def likeliest(logits: Tensor, count: int) -> Pair:
     """The log-probabilities [..., count] and places of the highest of `logits` [..., V], the first of equals first."""
     log_probs, picks = operations().likeliest.default(logits, count)
     return log_probs, picks
+
+
+def first_of_largest(logits: Tensor) -> Tensor:
+    """[...] where the highest of `logits` [..., V] stands, the first of equals."""
+    found: Tensor = operations().first_of_largest.default(logits)
+    return found
 
 
 @dataclass(frozen=True)

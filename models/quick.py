@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 
 from models.attention import NAME, grouped_attention
 from models.cache import KVCache
-from models.native import Whole, norm
+from models.native import Whole, norm, serves
 from models.packed import Part, swap
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -26,19 +26,19 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Norm(nn.Module):
-    """The norm by root mean square: a `single` operation, or for few rows the one by mean and variance, for which there is a kernel.
+    """The norm by root mean square: our operation, or for few rows the one by mean and variance, for which there is a kernel.
 
     A row beside its own negative has the mean 0, so its variance is its mean square.
     """
 
-    def __init__(self, weight: Tensor, eps: float, single: bool = False):
+    def __init__(self, weight: Tensor, eps: float):
         super().__init__()
-        self.weight, self.eps, self.single = nn.Parameter(weight.detach(), requires_grad=False), eps, single
+        self.weight, self.eps = nn.Parameter(weight.detach(), requires_grad=False), eps
         self.twice = torch.cat([weight, weight]).detach()
         self.shape, self.few = weight.shape, FEW * len(weight)
 
     def forward(self, states: Tensor) -> Tensor:
-        if self.single:
+        if serves(states):
             return norm(states, self.weight, self.eps)
         if states.numel() > self.few:
             return nn.functional.rms_norm(states, self.shape, self.weight, self.eps)
@@ -77,7 +77,7 @@ class Attention(nn.Module):
         query, key = turned.split(self.heads[:2], dim=1)
         value = made[:, :, -self.heads[2] :].transpose(1, 2)
         if cache is not None:
-            key, value = cache.update(key, value, self.number)  # type: ignore[arg-type]
+            key, value = cache.update(key, value, self.number)
         found, _ = grouped_attention(self.stock, query, key, value, mask, scaling=self.scale)
         return found.flatten(2)
 
@@ -201,8 +201,8 @@ def twins_of(stock: nn.Module, single: bool) -> Iterator[nn.Module]:
         return
     eps = getattr(stock, "variance_epsilon", getattr(stock, "eps", None))
     if set(own) == {"weight"} and own["weight"].ndim == 1 and not inner and isinstance(eps, float):
-        yield Norm(own["weight"], eps, single)
-        yield Norm(1 + own["weight"], eps, single)  # Gemma's weights count from 1
+        yield Norm(own["weight"], eps)
+        yield Norm(1 + own["weight"], eps)  # Gemma's weights count from 1
     if own:
         return
     how = getattr(getattr(stock, "config", None), "_attn_implementation", None)
@@ -251,10 +251,10 @@ def alike_in(model: nn.Module, run: Callable[[], object], within: float, single:
     return {stock: twin for stock, twin in found.items() if twin is not None}
 
 
-def quicken_norms(model: nn.Module, single: bool = False) -> None:
+def quicken_norms(model: nn.Module) -> None:
     """Put twins in the places of torch's own norms under `model`, which need no trial."""
     norms = [part for part in model.modules() if isinstance(part, nn.RMSNorm)]
-    swap(model, {norm: Norm(norm.weight, norm.eps, single) for norm in norms if norm.eps is not None})
+    swap(model, {norm: Norm(norm.weight, norm.eps) for norm in norms if norm.eps is not None})
 
 
 def alike(twin: nn.Module, stock: nn.Module, call: Call, within: float) -> bool:

@@ -6,7 +6,6 @@ B rows, N new elements, P committed tokens, Q queries, F growing nodes, S slots,
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,11 +13,11 @@ from models.drafter import Budget, Committed, Drafter
 from models.growth import grow
 from models.layer import Layer, Pair, PlainLayer
 from models.sampling import Voice
-from models.tree import TokenTree, spread
+from models.tree import TokenTree, seen_behind
 from models.vocabulary import DraftVocabulary
 
 FEW = 16  # elements: where more are read and few are wanted, the rest need no last layer
-Seen = Callable[[Tensor], Tensor]  # the slots [B, Q] of queries -> what each may see [B, Q, S]
+Seen = Callable[[Tensor | None], Tensor]  # which elements [B, Q] ask, None for all -> what each may see [B, Q, S]
 
 
 class FeatureDrafter(Drafter):
@@ -83,15 +82,19 @@ class Memory:
             held = self.pairs[layer] = new
         return held
 
-    def write(self, pairs: Pair, slots: Tensor, end: int, layer: int = 0) -> Pair:
-        """Put `pairs` [B, G, N, C] of `layer` into `slots` [B, N] and return all up to `end`, which is behind the last of them."""
-        _, groups, _, width = pairs[0].shape
+    def write(self, pairs: Pair, starts: Sequence[int], layer: int = 0) -> Pair:
+        """Put `pairs` [B, G, N, C] of `layer` into the slots from `starts` [B] on and return all up to the last of them."""
+        _, groups, count, width = pairs[0].shape
+        end = max(starts) + count
         held = self.store(layer, end, pairs[0], groups, width)
-        for store, new in zip(held, pairs, strict=True):
-            if len(slots) == 1:  # whose slots are neighbours
-                store[:, :, end - new.shape[2] : end] = new
-            else:
-                store[torch.arange(len(slots), device=slots.device)[:, None], :, slots] = new.transpose(1, 2)
+        if len(starts) == 1:
+            for store, new in zip(held, pairs, strict=True):
+                store[:, :, end - count : end] = new
+        else:
+            row = torch.arange(len(starts))[:, None]
+            slots = torch.tensor(starts)[:, None] + torch.arange(count)
+            for store, new in zip(held, pairs, strict=True):
+                store[row.to(store.device), :, slots.to(store.device)] = new.transpose(1, 2)
         return held[0][:, :, :end], held[1][:, :, :end]
 
 
@@ -110,7 +113,7 @@ def climb(
     Only `wanted` [B, Q] of them (all) are asked of the last layer.
     """
     (pair, base), state, count = inputs, inputs[1], position.shape[1]
-    slots, end = slots_of(starts, count).to(position.device), max(starts) + count
+    end = max(starts) + count
     row = None if wanted is None else torch.arange(len(wanted), device=wanted.device)[:, None]
     for number, layer in enumerate(stack):
         if number:
@@ -120,20 +123,15 @@ def climb(
         if layer.whole is not None and (asked is None or count <= FEW):
             store = memory.store(number, end, base, attention.groups, attention.width)
             angles = attention.rotary.angles(position, base.dtype)
-            state = layer.whole(pair, base, angles, store, starts, attention.additive(seen(slots), base.dtype))
+            state = layer.whole(pair, base, angles, store, starts, attention.additive(seen(None), base.dtype))
             state = state if asked is None else state[row, asked]
             continue
         queries, new = attention.queries_and_pairs(pair, position)
-        pairs = memory.write(new, slots, end, number)
+        pairs = memory.write(new, starts, number)
         if asked is not None:
-            queries, base, slots = queries[row, :, asked].transpose(1, 2), base[row, asked], slots[row, asked]
-        state = layer.outputs(base, attention.found(queries, pairs, attention.mask(seen(slots))))
+            queries, base = queries[row, :, asked].transpose(1, 2), base[row, asked]
+        state = layer.outputs(base, attention.found(queries, pairs, attention.mask(seen(asked))))
     return state
-
-
-def slots_of(starts: Sequence[int], count: int) -> Tensor:
-    """[B, N] the `count` slots of each row from `starts` [B] on."""
-    return torch.tensor(starts)[:, None] + torch.arange(count)
 
 
 def read(
@@ -145,13 +143,15 @@ def read(
 ) -> Tensor:
     """The states [B, Q, D] of `wanted` [B, Q] above the `stack`, whose `inputs` [B, N, ...] are the pairs that `memory` expects."""
     count, device = inputs[0].shape[1], wanted.device
-    end = max(memory.start) + count
+    begin = torch.tensor(memory.start, device=device)[:, None]
+    slots, every = begin + torch.arange(count, device=device), torch.arange(max(memory.start) + count, device=device)
 
-    def seen(here: Tensor) -> Tensor:
-        back = here[..., None] - torch.arange(end, device=device)
+    def seen(asked: Tensor | None) -> Tensor:
+        here = slots if asked is None else begin + asked
+        back = here[..., None] - every
         return (back >= 0) if window is None else (back >= 0) & (back < window)
 
-    return climb(stack, memory, inputs, slots_of(memory.start, count).to(device), memory.start, seen, wanted)
+    return climb(stack, memory, inputs, slots, memory.start, seen, wanted)
 
 
 def last_pairs(committed: Committed) -> tuple[Tensor, Tensor]:
@@ -189,15 +189,7 @@ class Growing:
         ends = self.memory.length
         position = torch.tensor([[end + self.level - 1] * count for end in ends], device=tokens.device)
         inputs = drafter.inputs(tokens, drafter.fed(self.state[self.row, places]))
-        seen = self._seen().to(tokens.device)
-        starts = [end + first for end in ends]
+        window, starts = drafter.window, [end + first for end in ends]
+        since = [0 if window is None else max(end + self.level - window, 0) for end in ends]
+        seen = seen_behind(ends, self.above, self.guesses, since, max(ends) + self.guesses).to(tokens.device)
         self.state = climb(drafter.stack, self.memory, inputs, position, starts, lambda _: seen)
-
-    def _seen(self) -> Tensor:
-        """[B, F, S] what the nodes asked last see: the verified text, as far as the window goes, and the guesses above them."""
-        ends, window = self.memory.length, self.drafter.window
-        seen = np.zeros((len(ends), len(self.above[0]), max(ends) + self.guesses), bool)
-        for row, end, above in zip(seen, ends, spread(self.above, self.guesses), strict=True):
-            row[:, 0 if window is None else max(end + self.level - window, 0) : end] = True
-            row[:, end : end + self.guesses] = above
-        return torch.from_numpy(seen)

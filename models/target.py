@@ -31,7 +31,7 @@ from models.packed import PackedLinear, pack, packs, same_input
 from models.quick import Single, quicken
 from models.source import Identity, identify
 from models.transfer import sent
-from models.tree import TokenTree
+from models.tree import TokenTree, seen_behind
 
 
 class Target:
@@ -63,6 +63,7 @@ class Target:
         self._caught: dict[int, Tensor] = {}
         self.product: Callable[[Tensor], Tensor] = model.get_output_embeddings()
         self.repeats = 1  # of a mask's rows
+        self.single = False  # whether every layer is one operation, which needs no repeats
         self.compiled = compile
         lowest = torch.finfo(self.dtype).min
         self._open, self._shut = torch.tensor([0.0, lowest], dtype=self.dtype, device=self.device)  # what a mask adds
@@ -78,7 +79,7 @@ class Target:
         before = torch.ones(4, 4, dtype=torch.bool).tril()[None]
 
         def run() -> Tensor:
-            masks = self._masks(before, position, lambda: position)
+            masks = self._masks(before, position, lambda: position, self.repeats)
             return self._run(input_ids=ids, attention_mask=masks, position_ids=position, use_cache=False)
 
         stock: list[Tensor] = []
@@ -95,6 +96,7 @@ class Target:
         quicken(
             self.body, run, tolerance(self.dtype) / 10, self.compiled
         )  # part by part: a whole pass in bf16 piles roundings up
+        self.single = all(isinstance(layer, Single) for layer in self.layers)
 
     @property
     def context(self) -> int:
@@ -153,8 +155,7 @@ class Target:
         heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
         width = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
         row, free = 2 * len(self.layers) * heads * width * capacity * self.dtype.itemsize, free_memory(self.device)
-        products = self.repeats > 1 and not all(isinstance(layer, Single) for layer in self.layers)
-        whole = products and wants_whole(self.device, self.dtype, rows * capacity)
+        whole = self.repeats > 1 and not self.single and wants_whole(self.device, self.dtype, rows * capacity)
         row *= 2 if whole else 1  # while it grows, old and new stand side by side
         if rows * row > free:
             raise ValueError(
@@ -184,15 +185,20 @@ class Target:
 
         The first `known` nodes were read by the passes before, since anything was kept: they are not read again.
         """
-        cache.open(tree.tokens.shape[1] - known, known)
-        before, new = cache.lengths.to(self.device)[:, None], slice(known, None)
-        position = before + tree.depth
-        slot, nodes = torch.arange(cache.seen, device=self.device), tree.mask[:, new]
-        where = (before + torch.arange(tree.tokens.shape[1], device=self.device))[:, None].expand_as(nodes)
-        seen = (slot < before[..., None]).repeat(1, nodes.shape[1], 1).scatter_(2, where, nodes)
-        masks = self._masks(
-            seen, position[:, new], lambda: slot.repeat(len(before), 1).scatter_(1, where[:, 0], position)
-        )
+        count, new = tree.tokens.shape[1], slice(known, None)
+        cache.open(count - known, known)
+        ends = [start - known for start in cache.starts]
+        told = [[end + sees.bit_count() - 1 for sees in row] for end, row in zip(ends, tree.sights, strict=True)]
+        position = torch.tensor(told, device=self.device)
+        sights = [row[new] for row in tree.sights]
+        seen = seen_behind(ends, sights, count, [0] * len(ends), cache.seen).to(self.device)
+
+        def there() -> Tensor:
+            slot = torch.arange(cache.seen, device=self.device).repeat(len(ends), 1)
+            where = torch.tensor(ends, device=self.device)[:, None] + torch.arange(count, device=self.device)
+            return slot.scatter_(1, where, position)
+
+        masks = self._masks(seen, position[:, new], there, 1 if self.single else self.repeats)
         hidden = self._run(
             input_ids=tree.tokens[:, new], attention_mask=masks, position_ids=position[:, new], cache=cache
         )
@@ -217,7 +223,7 @@ class Target:
             before = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=self.device).tril()
             seen = before & (mine[:, :, None] == mine[:, None])
             masks = {
-                "attention_mask": self._masks(seen, position, lambda: position),
+                "attention_mask": self._masks(seen, position, lambda: position, self.repeats),
                 "position_ids": position,
             }
         hidden = self._run(input_ids=ids, use_cache=False, **masks)
@@ -232,13 +238,15 @@ class Target:
             return hidden.new_empty(*hidden.shape[:2], 0)
         return torch.cat([self._caught[tap].to(hidden.device) for tap in self.taps], dim=-1)
 
-    def _masks(self, seen: Tensor, here: Tensor, there: Callable[[], Tensor]) -> Tensor | dict[str, Tensor]:
-        """Additive masks [B, 1, N, S] from who may see whom `seen` [B, N, S], at the positions `here` [B, N] and `there`
-        [B, S], which only a window asks for: one for each kind of layer where the config lists kinds."""
+    def _masks(
+        self, seen: Tensor, here: Tensor, there: Callable[[], Tensor], repeats: int
+    ) -> Tensor | dict[str, Tensor]:
+        """Additive masks [B, 1, repeats * N, S] from who may see whom `seen` [B, N, S], at the positions `here` [B, N] and
+        `there` [B, S], which only a window asks for: one for each kind of layer where the config lists kinds."""
         window = sliding_window(self.config)
 
         def additive(allowed: Tensor) -> Tensor:
-            rows = allowed.repeat(1, self.repeats, 1) if self.repeats > 1 else allowed
+            rows = allowed.repeat(1, repeats, 1) if repeats > 1 else allowed
             return torch.where(rows, self._open, self._shut)[:, None]
 
         inside = seen if window is None else seen & (here[..., None] - there()[:, None] < window)

@@ -33,7 +33,9 @@ class TokenTree:
     parents: Tensor  # [B, N] -1 at the root
     valid: Tensor  # [B, N] a row may use fewer nodes; an unused one is never accepted
     child_probs: Tensor | None = None  # [B, N, V] what node n's children were drawn from; None: top picks
-    scores: Tensor | None = None  # [B, N] log-probability of each node's path, where the drafter ranked nodes by it
+    scores: list[list[float]] | None = (
+        None  # [B][N] log-probability of each node's path, where the drafter ranked nodes by it
+    )
 
     @classmethod
     def of(cls, rows: Sequence[tuple[list[Node], list[float]]], device: torch.device) -> "TokenTree":
@@ -41,7 +43,7 @@ class TokenTree:
         used = max(sum(node.valid for node in nodes) for nodes, _ in rows)
         listed, scores = [nodes[:used] for nodes, _ in rows], [scores[:used] for _, scores in rows]
         told = torch.tensor(listed, device=device)  # at once: to start is most of what a small tensor costs
-        tree = cls(told[..., 0], told[..., 1], told[..., 2].bool(), scores=torch.tensor(scores, device=device))
+        tree = cls(told[..., 0], told[..., 1], told[..., 2].bool(), scores=scores)
         tree.__dict__["listed"] = listed  # what would be read back from the device
         return tree
 
@@ -88,6 +90,21 @@ class TokenTree:
         return torch.tensor(
             [[bits.bit_count() - 1 for bits in sees] for sees in self.sights], device=self.tokens.device
         )
+
+
+def seen_behind(
+    ends: Sequence[int], sights: Sequence[Sequence[int]], guesses: int, since: Sequence[int], width: int
+) -> Tensor:
+    """[B, N, width] what is seen from behind texts of `ends` [B] tokens: theirs from `since` [B] on, and of as many `guesses`
+    that follow those whose bits `sights` [B][N] have.
+
+    In main memory, where so little takes less time than a kernel's start.
+    """
+    seen = np.zeros((len(ends), len(sights[0]), width), bool)
+    for row, end, begin, bits in zip(seen, ends, since, spread(sights, guesses), strict=True):
+        row[:, begin:end] = True
+        row[:, end : end + guesses] = bits
+    return torch.from_numpy(seen)
 
 
 def spread(numbers: Sequence[Sequence[int]], bits: int) -> np.ndarray:

@@ -17,7 +17,6 @@ class DraftVocabulary(nn.Module):
 
     d2t: Tensor
     t2d: Tensor
-    compiled = False  # whether the operations of models/native.py serve it
 
     def __init__(self, size: int | None, whole: int):
         super().__init__()
@@ -91,7 +90,7 @@ class DraftVocabulary(nn.Module):
         """The log-probabilities [..., count] and the target's ids of the likeliest tokens, the likeliest first, by `logits`
         [..., V]; all of them where there are fewer."""
         count = min(count, logits.shape[-1])
-        if self.compiled and logits.dtype == torch.bfloat16:
+        if native.serves(logits):
             log_probs, picks = native.likeliest(logits, count)
         else:
             log_probs, picks = logits.log_softmax(-1, dtype=torch.float32).topk(count)

@@ -116,7 +116,7 @@ def test_unlikely_paths_are_left_out_and_the_rest_is_as_without_a_floor(least):
     tree = grow(root, Oracle(3), VOCABULARY, replace(shape, least=least), Voice())
     assert whole.scores is not None
     for row in range(3):
-        likely = int((whole.scores[row].exp() >= least).sum())
+        likely = int((torch.tensor(whole.scores[row]).exp() >= least).sum())
         assert int(tree.valid[row].sum()) == likely
         assert paths_of(tree, row)[:likely] == paths_of(whole, row)[:likely]
     assert tree.tokens.shape[1] == int(tree.valid.sum(1).max())
