@@ -16,28 +16,17 @@ from models.tree import Node, TokenTree, path_to
 
 @dataclass(frozen=True)
 class Accepted:
-    """One path a row, from the root on, and the target's own token after it."""
+    """For each row one path, and the target's own token after it; in main memory, where they are told from."""
 
-    path: Tensor  # [B, P] node indices, padded with 0
-    length: Tensor  # [B] nodes on the path, root included: tokens of the proposal that are committed
-    bonus: Tensor  # [B]
-
-    @classmethod
-    def of(cls, paths: Sequence[list[int]], bonus: Sequence[int], device: torch.device) -> "Accepted":
-        """One of `paths` and a bonus token for every row."""
-        longest = max(map(len, paths))
-        rows = [
-            [len(path), token, *path, *[0] * (longest - len(path))] for path, token in zip(paths, bonus, strict=True)
-        ]
-        told = torch.tensor(rows, device=device)  # at once: to start is most of what a small tensor costs
-        return cls(told[:, 2:], told[:, 0], told[:, 1])
+    paths: list[list[int]]  # the nodes from the root on: tokens of the proposal that are committed
+    bonus: list[int]
 
 
 def accept_greedy(tree: TokenTree, logits: Tensor) -> Accepted:
     """The longest path on which every token is the target's first choice after its parent; ties go to the earlier node."""
     choices = first_of_largest(logits)
     paths = [_longest(nodes, said) for nodes, said in zip(tree.listed, choices, strict=True)]
-    return Accepted.of(paths, [said[path[-1]] for path, said in zip(paths, choices, strict=True)], logits.device)
+    return Accepted(paths, [said[path[-1]] for path, said in zip(paths, choices, strict=True)])
 
 
 def first_of_largest(logits: Tensor) -> list[list[int]]:
@@ -82,7 +71,7 @@ def accept_sampled(tree: TokenTree, logits: Tensor, sampling: Sampling, draws: S
         path, last = _walk(nodes, target_probs[row], draft_probs, draw)
         paths.append(path)
         bonus.append(last)
-    return Accepted.of(paths, bonus, tree.tokens.device)
+    return Accepted(paths, bonus)
 
 
 def _walk(nodes: list[Node], target_probs: Tensor, draft_probs: Tensor | None, draw: Draw) -> tuple[list[int], int]:
@@ -152,7 +141,7 @@ def accept_typical(tree: TokenTree, logits: Tensor, voice: Voice, typical: Typic
     leaves = leaf.tolist()
     bonus = [draw(probs[row, leaves[row]]) for row, draw in enumerate(voice.draws)]
     paths = [path_to(nodes, end) for nodes, end in zip(tree.listed, leaves, strict=True)]
-    return Accepted.of(paths, bonus, leaf.device)
+    return Accepted(paths, bonus)
 
 
 def accept(tree: TokenTree, logits: Tensor, voice: Voice, typical: Typical | None = None) -> Accepted:

@@ -226,16 +226,17 @@ class Seats:
             reading.logits,
             Voice(self.sampling, [self.draws[row] for row in free]),
         )
+        device = self.target.device
         said = Committed(
-            ids.to(self.target.device),
-            lengths.to(self.target.device),
+            ids.to(device),
+            lengths.to(device),
             reading.features,
             reading.hidden,
-            first.bonus,
-            torch.ones_like(first.bonus, dtype=torch.bool),
+            torch.tensor(first.bonus, device=device),
+            torch.ones(len(free), dtype=torch.bool, device=device),
         )
-        self.committed = place(self.committed, said, rows.to(self.target.device))
-        for row, token in zip(free, first.bonus.tolist(), strict=True):
+        self.committed = place(self.committed, said, rows.to(device))
+        for row, token in zip(free, first.bonus, strict=True):
             self._say(row, [token])
 
     def shrink(self) -> None:
@@ -259,28 +260,18 @@ class Seats:
 
     def keep(self, tree: TokenTree, reading: Reading, accepted: Accepted) -> list[Generation]:
         """Commit the accepted paths to cache and text; return the generations that moved."""
-        seated = [who is not None for who in self.sitting]
-        length = accepted.length if all(seated) else accepted.length * torch.tensor(seated).to(accepted.length.device)
-        self.cache.keep(accepted.path, length)
-        row, path = torch.arange(len(seated), device=accepted.path.device)[:, None], accepted.path
-        self.committed = Committed(
-            tree.tokens[row, path],
-            length,
-            reading.features[row, path],
-            reading.hidden[row, path],
-            accepted.bonus,
-            torch.zeros(len(seated), dtype=torch.bool, device=path.device),
-        )
-        every = zip(
-            tree.listed, odds_of(tree), path.tolist(), accepted.length.tolist(), accepted.bonus.tolist(), strict=True
-        )
+        paths = [path if who else [] for who, path in zip(self.sitting, accepted.paths, strict=True)]
+        self.cache.keep(paths)
+        self.committed = committed(tree, reading, paths, accepted.bonus)
         moved = []
-        for number, (nodes, odds, padded, count, bonus) in enumerate(every):
+        for number, (nodes, odds, path, bonus) in enumerate(
+            zip(tree.listed, odds_of(tree), paths, accepted.bonus, strict=True)
+        ):
             if (who := self.sitting[number]) is None:
                 continue
-            guesses = padded[1:count]
+            guesses = path[1:]
             kept = self._say(number, [*(nodes[node].token for node in guesses), bonus])
-            tried = min(count - 1 + has_child(nodes, padded[count - 1]), kept)
+            tried = min(len(guesses) + has_child(nodes, path[-1]), kept)
             used = sum(node.valid for node in nodes) - 1
             who.steps.append(Step(used, tuple(guesses[:kept]), tried, kept, odds))
             moved.append(who)
@@ -299,6 +290,20 @@ class Seats:
                 self.cache.reset(torch.tensor([row]))
                 return count
         return len(tokens)
+
+
+def committed(tree: TokenTree, reading: Reading, paths: Sequence[list[int]], bonus: Sequence[int]) -> Committed:
+    """What stands in the text after a round that kept the nodes on `paths` of `tree`, and said a `bonus` token."""
+    longest = max(map(len, paths))
+    rows = []
+    for nodes, path, token in zip(tree.listed, paths, bonus, strict=True):
+        blank = [0] * (longest - len(path))
+        rows.append([len(path), token, *path, *blank, *(nodes[node].token for node in path), *blank])
+    told = torch.tensor(rows, device=reading.hidden.device)  # at once: to start is most of what a small tensor costs
+    length, last, path_, tokens = told.split([1, 1, longest, longest], dim=1)
+    row = torch.arange(len(paths), device=told.device)[:, None]
+    fresh = torch.zeros(len(paths), dtype=torch.bool, device=told.device)
+    return Committed(tokens, length[:, 0], reading.features[row, path_], reading.hidden[row, path_], last[:, 0], fresh)
 
 
 def has_child(nodes: Sequence[Node], parent: int) -> bool:

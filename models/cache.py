@@ -4,6 +4,8 @@ Works under stock Hugging Face models, which ask a cache layer only to store new
 B rows, N new tokens, P path nodes, H key-value heads, L layers, D head width.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -86,21 +88,15 @@ class KVCache(Cache):
             layer.keys, layer.values = pair
 
     @torch.inference_mode()  # the store was made by the target's passes, which run in it
-    def keep(self, path: Tensor, length: Tensor) -> None:
-        """Keep the first `length` [B] nodes of `path` [B, P] of the last pass, in path order; drop the rest."""
-        length = length.cpu()
-        moves = [
-            (row, at, node)
-            for row, (nodes, count) in enumerate(zip(path.tolist(), length.tolist(), strict=True))
-            for at, node in enumerate(nodes[:count])
-            if at != node
-        ]
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        """Keep of the last pass each row's nodes on its path, in path order; drop the rest."""
+        moves = [(row, at, node) for row, path in enumerate(paths) for at, node in enumerate(path) if at != node]
         if moves and self.store is not None:
             row, at, node = torch.tensor(moves).unbind(1)
             before = self.lengths[row]
             row, goal, source = (part.to(self.where) for part in (row, before + at, before + node))
             self.store[:, :, row, :, goal] = self.store[:, :, row, :, source]
-        self.lengths += length
+        self.lengths += torch.tensor([len(path) for path in paths])
 
     def reset(self, rows: Tensor | None = None) -> None:
         """Forget what `rows` [R] held, or all."""

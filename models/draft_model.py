@@ -119,7 +119,7 @@ class Growing:
         tokens[rows, last] = committed.bonus
         logits = model.read(TokenTree.chains(self.drafter.readable(tokens)), cache).logits
         assert logits is not None
-        cache.keep(torch.arange(tokens.shape[1]).expand_as(tokens), length)
+        cache.keep([range(count) for count in length.tolist()])
         return logits[rows, last][:, None]
 
     def __call__(self, tokens: Tensor, places: Tensor) -> Tensor:

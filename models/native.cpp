@@ -323,7 +323,8 @@ Tensor layer(const Tensor& entering, const Tensor& base, const Tensor& cosine, c
 }
 
 // The `count` likeliest tokens of each row of `logits` [..., V], the first of equals first, and their log-probabilities.
-std::tuple<Tensor, Tensor> likeliest(const Tensor& logits, int64_t count) {
+// `offsets` [V] are added to the tokens.
+std::tuple<Tensor, Tensor> likeliest(const Tensor& logits, int64_t count, const Maybe& offsets) {
   constexpr int64_t BLOCK = 32;
   Tensor in = logits.contiguous();
   int64_t V = in.size(-1), rows = in.numel() / V, blocks = (V + BLOCK - 1) / BLOCK;
@@ -332,6 +333,7 @@ std::tuple<Tensor, Tensor> likeliest(const Tensor& logits, int64_t count) {
   Tensor values = at::empty(size, in.options().dtype(at::kFloat)), picks = at::empty(size, in.options().dtype(at::kLong));
   const BFloat16* from = in.const_data_ptr<BFloat16>();
   float* worth = values.data_ptr<float>();
+  const int64_t* offset = offsets ? offsets->const_data_ptr<int64_t>() : nullptr;
   int64_t* pick = picks.data_ptr<int64_t>();
   share_out(rows, in.numel(), [=](int64_t begin, int64_t end) {
     std::vector<float> row(blocks * BLOCK), top(blocks);
@@ -346,7 +348,7 @@ std::tuple<Tensor, Tensor> likeliest(const Tensor& logits, int64_t count) {
         float* at = std::find(&row[block * BLOCK], &row[block * BLOCK] + BLOCK, top[block]);
         int64_t place = at - row.data();
         worth[r * count + n] = wide(from[r * V + place]) - high - std::log(total);
-        pick[r * count + n] = place;
+        pick[r * count + n] = place + (offset ? offset[place] : 0);
         *at = -INFINITY;
         top[block] = highest(&row[block * BLOCK], BLOCK);
       }
@@ -378,7 +380,7 @@ Tensor first_of_largest(const Tensor& logits) {
 
 TORCH_LIBRARY(outrider, library) {
   library.def("norm(Tensor states, Tensor weight, float eps) -> Tensor", &norm);
-  library.def("likeliest(Tensor logits, int count) -> (Tensor, Tensor)", &likeliest);
+  library.def("likeliest(Tensor logits, int count, Tensor? offsets) -> (Tensor, Tensor)", &likeliest);
   library.def("first_of_largest(Tensor logits) -> Tensor", &first_of_largest);
   library.def(
       "layer(Tensor entering, Tensor base, Tensor cosine, Tensor sine, Tensor(a!) keys, Tensor(b!) values, int[] starts, "

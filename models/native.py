@@ -116,9 +116,10 @@ def norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     return made
 
 
-def likeliest(logits: Tensor, count: int) -> Pair:
-    """The log-probabilities [..., count] and places of the highest of `logits` [..., V], the first of equals first."""
-    log_probs, picks = operations().likeliest.default(logits, count)
+def likeliest(logits: Tensor, count: int, offsets: Tensor | None = None) -> Pair:
+    """The log-probabilities [..., count] and places of the highest of `logits` [..., V], the first of equals first;
+    `offsets` [V] are added to the places."""
+    log_probs, picks = operations().likeliest.default(logits, count, offsets)
     return log_probs, picks
 
 

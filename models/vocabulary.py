@@ -91,9 +91,8 @@ class DraftVocabulary(nn.Module):
         [..., V]; all of them where there are fewer."""
         count = min(count, logits.shape[-1])
         if native.serves(logits):
-            log_probs, picks = native.likeliest(logits, count)
-        else:
-            log_probs, picks = logits.log_softmax(-1, dtype=torch.float32).topk(count)
+            return native.likeliest(logits, count, self.d2t if self.reduced else None)
+        log_probs, picks = logits.log_softmax(-1, dtype=torch.float32).topk(count)
         return log_probs, self.to_target(picks)
 
     def to_target(self, tokens: Tensor) -> Tensor:

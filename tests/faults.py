@@ -50,11 +50,11 @@ def bonus_from_the_wrong_row(patch: pytest.MonkeyPatch) -> None:
 
     def accept(tree: TokenTree, logits: Tensor, sampling: Sampling, draws: Sequence[Draw]) -> Accepted:
         accepted = accept_sampled(tree, logits, sampling, draws)
-        probs, bonus = sampling.probs(logits), accepted.bonus.clone()
-        for row, length in enumerate(accepted.length.tolist()):
-            if length > 1:
-                bonus[row] = draws[row](probs[row, accepted.path[row, length - 2]])
-        return Accepted(accepted.path, accepted.length, bonus)
+        probs, bonus = sampling.probs(logits), list(accepted.bonus)
+        for row, path in enumerate(accepted.paths):
+            if len(path) > 1:
+                bonus[row] = draws[row](probs[row, path[-2]])
+        return Accepted(accepted.paths, bonus)
 
     patch.setattr(decode.accept, "accept_sampled", accept)
 
@@ -63,8 +63,9 @@ def row_not_rolled_back(patch: pytest.MonkeyPatch) -> None:
     """A row keeps as many tokens in the cache as the row that accepted most."""
     keep = KVCache.keep
 
-    def keep_all(cache: KVCache, path: Tensor, length: Tensor) -> None:
-        keep(cache, path, torch.where(length > 0, length.max(), 0))
+    def keep_all(cache: KVCache, paths: Sequence[Sequence[int]]) -> None:
+        longest = max(map(len, paths))
+        keep(cache, [[*path, *[0] * (longest - len(path))] if path else [] for path in paths])
 
     patch.setattr(KVCache, "keep", keep_all)
 
@@ -73,8 +74,8 @@ def path_not_moved(patch: pytest.MonkeyPatch) -> None:
     """The cache keeps the first nodes of the tree, not those of the path."""
     keep = KVCache.keep
 
-    def keep_first(cache: KVCache, path: Tensor, length: Tensor) -> None:
-        keep(cache, torch.arange(path.shape[1]).expand_as(path), length)
+    def keep_first(cache: KVCache, paths: Sequence[Sequence[int]]) -> None:
+        keep(cache, [range(len(path)) for path in paths])
 
     patch.setattr(KVCache, "keep", keep_first)
 

@@ -215,8 +215,7 @@ class Decoder:
             def run(draw: Draw) -> Text:
                 tree = self.propose(self.world, text, self.shapes[min(len(text), len(self.shapes)) - 1], draw)
                 done = self.rule(tree, self.world.read(text, tree), Voice(self.sampling, [draw]))
-                path = done.path[0, : done.length[0]]
-                return (*tree.tokens[0, path[1:]].tolist(), int(done.bonus[0]))
+                return (*tree.tokens[0, done.paths[0][1:]].tolist(), done.bonus[0])
 
             law: Law = defaultdict(float)
             for added, chance in outcomes(run):

@@ -54,7 +54,7 @@ def test_a_drafter_that_agrees_with_the_target_is_always_accepted() -> None:
         )
 
         def accepted(draw: Draw, tree: TokenTree = tree) -> int:
-            return int(accept_sampled(tree, logits, Sampling(0.7), [draw]).length)
+            return len(accept_sampled(tree, logits, Sampling(0.7), [draw]).paths[0])
 
         assert {length for length, _ in outcomes(accepted)} == {3}
 
@@ -88,12 +88,7 @@ def random_trees(
 
 def unpadded(accepted: Accepted) -> list[tuple[list[int], int]]:
     """Path and bonus of every row."""
-    return [
-        (path[:length], bonus)
-        for path, length, bonus in zip(
-            accepted.path.tolist(), accepted.length.tolist(), accepted.bonus.tolist(), strict=True
-        )
-    ]
+    return list(zip(accepted.paths, accepted.bonus, strict=True))
 
 
 TREES = {"seed": st.integers(0, 2**20), "rows": st.integers(1, 4), "nodes": st.integers(1, 16)}
@@ -185,8 +180,7 @@ def test_greedy_acceptance_equals_walking_every_path(siblings_differ: bool) -> N
         ]
         accepted = accept_greedy(tree, logits)
         assert unpadded(accepted) == walked
-        assert accepted.path.shape == (4, max(len(path) for path, _ in walked))
-        deepest = max(deepest, accepted.path.shape[1])
+        deepest = max(deepest, *map(len, accepted.paths))
     assert deepest >= 4
 
 
@@ -241,7 +235,7 @@ def test_rows_are_accepted_each_with_its_own_draws() -> None:
         for row in range(5)
     ]
     assert unpadded(together) == [unpadded(one)[0] for one in alone]
-    assert len(set(together.length.tolist())) > 1
+    assert len(set(map(len, together.paths))) > 1
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])

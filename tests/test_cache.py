@@ -57,18 +57,18 @@ def test_kept_paths_equal_a_cache_that_gathers_and_concatenates() -> None:
     nothing = torch.zeros(HEADS, 0, WIDTH)
     twin = [[(nothing, nothing) for _ in range(3)] for _ in range(LAYERS)]
     paths = [
-        (torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]]), torch.tensor([4, 4, 4])),  # a chain: nothing moves
-        (torch.tensor([[0, 2, 5], [0, 1, 3], [0, 4, 0]]), torch.tensor([3, 3, 2])),  # aligned before, ragged after
-        (torch.tensor([[0, 0, 0, 0], [0, 3, 4, 5], [0, 5, 0, 0]]), torch.tensor([1, 4, 2])),
-        (torch.tensor([[0, 1], [0, 0], [0, 2]]), torch.tensor([2, 0, 2])),  # a free row keeps nothing
-        (torch.tensor([[0], [0], [0]]), torch.tensor([1, 1, 1])),
+        [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]],  # a chain: nothing moves
+        [[0, 2, 5], [0, 1, 3], [0, 4]],  # aligned before, ragged after
+        [[0], [0, 3, 4, 5], [0, 5]],
+        [[0, 1], [], [0, 2]],  # a free row keeps nothing
+        [[0], [0], [0]],
     ]
-    for turn, (path, length) in enumerate(paths):
+    for turn, path in enumerate(paths):
         given = step(cache, 6, 1000 * turn)
-        cache.keep(path, length)
+        cache.keep(path)
         for layer in range(LAYERS):
             for row in range(3):
-                nodes = path[row, : length[row]]
+                nodes = path[row]
                 twin[layer][row] = tuple(  # type: ignore[assignment]
                     torch.cat([old, new[row][:, nodes]], dim=1)
                     for old, new in zip(twin[layer][row], given[layer], strict=True)
@@ -80,7 +80,7 @@ def test_kept_paths_equal_a_cache_that_gathers_and_concatenates() -> None:
 def test_prompts_fill_their_rows_and_leave_the_others_alone() -> None:
     cache = KVCache(LAYERS, 3, 16)
     step(cache, 4, 0)
-    cache.keep(torch.arange(4).expand(3, 4), torch.tensor([4, 4, 4]))
+    cache.keep([range(4)] * 3)
     before = [[(keys.clone(), values.clone()) for keys, values in layer] for layer in held(cache)]
     cache.fill(torch.tensor([0, 2]), torch.tensor([5, 3]))
     for layer in range(LAYERS):
@@ -100,7 +100,7 @@ def test_prompts_fill_their_rows_and_leave_the_others_alone() -> None:
 def test_a_pass_beyond_the_capacity_is_refused() -> None:
     cache = KVCache(LAYERS, 2, 8)
     step(cache, 5, 0)
-    cache.keep(torch.arange(5).expand(2, 5), torch.tensor([5, 1]))
+    cache.keep([range(5), range(1)])
     step(cache, 3, 0)
     with pytest.raises(
         ValueError,
@@ -119,11 +119,11 @@ def test_a_prompt_beyond_the_capacity_is_refused() -> None:
 def test_a_row_that_is_reset_starts_over() -> None:
     cache = KVCache(LAYERS, 2, 16)
     step(cache, 3, 0)
-    cache.keep(torch.arange(3).expand(2, 3), torch.tensor([3, 2]))
+    cache.keep([range(3), range(2)])
     cache.reset(torch.tensor([0]))
     assert cache.lengths.tolist() == [0, 2]
     given = step(cache, 2, 700)
-    cache.keep(torch.tensor([[0, 1], [0, 0]]), torch.tensor([2, 0]))
+    cache.keep([[0, 1], []])
     assert held(cache)[1][0][0].equal(given[1][0][0])
     assert cache.lengths.tolist() == [2, 2]
 
@@ -135,7 +135,7 @@ def test_storage_is_never_moved_and_starts_as_zeros() -> None:
     assert not cache.store[..., 3:, :].any()
     place = cache.store.data_ptr()
     for turn in range(6):
-        cache.keep(torch.tensor([[0, 2], [0, 1]]), torch.tensor([2, 1 + turn % 2]))
+        cache.keep([[0, 2], [0, 1][: 1 + turn % 2]])
         cache.reset(torch.tensor([turn % 2]))
         step(cache, 4, turn)
         assert cache.store.data_ptr() == place
@@ -157,7 +157,7 @@ def test_a_cache_in_one_piece_grows_and_shows_all_of_it() -> None:
     for turn in range(4):
         for one in (cache, twin):
             step(one, 20, turn)
-            one.keep(torch.arange(20).expand(2, 20), torch.tensor([20, 20 - turn]))
+            one.keep([range(20), range(20 - turn)])
         assert_holds(cache, held(twin))
         assert cache.room == (GROWTH if turn < 3 else 3 * GROWTH // 2)
     with pytest.raises(ValueError, match="the cache holds 96 tokens a row and this pass needs 100"):
@@ -168,14 +168,14 @@ def test_a_cache_in_one_piece_grows_and_shows_all_of_it() -> None:
 def test_rows_that_are_selected_take_their_text_along(whole: bool) -> None:
     cache = KVCache(LAYERS, 4, 16, whole=whole)
     step(cache, 3, 0)
-    cache.keep(torch.arange(3).expand(4, 3), torch.tensor([3, 1, 2, 3]))
+    cache.keep([range(count) for count in (3, 1, 2, 3)])
     before = held(cache)
     kept = [[tuple(part.clone() for part in layer[row]) for row in (0, 3, 2)] for layer in before]
     cache.select(torch.tensor([0, 3, 2]))
     assert cache.lengths.tolist() == [3, 3, 2]
     assert_holds(cache, kept)  # type: ignore[arg-type]
     given = step(cache, 1, 40)
-    cache.keep(torch.zeros(3, 1, dtype=torch.long), torch.ones(3, dtype=torch.long))
+    cache.keep([[0]] * 3)
     assert held(cache)[1][1][0][:, 3:].equal(given[1][0][1])
 
 
@@ -198,8 +198,7 @@ def test_any_rounds_leave_what_a_list_of_tokens_would_hold(data: st.DataObject, 
         fresh = step(cache, nodes, 1000 * turn)
         paths = [data.draw(st.sets(st.integers(1, nodes)).map(lambda some: [0, *sorted(some)])) for _ in range(rows)]
         paths = [[node for node in path if node < nodes][: data.draw(st.integers(0, nodes))] for path in paths]
-        padded = torch.tensor([[*path, *[0] * (nodes - len(path))] for path in paths])
-        cache.keep(padded, torch.tensor([len(path) for path in paths]))
+        cache.keep(paths)
         for layer in range(LAYERS):
             for row, path in enumerate(paths):
                 twin[layer][row] += [fresh[layer][0][row][:, node] for node in path]

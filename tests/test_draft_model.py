@@ -99,10 +99,10 @@ def test_nodes_that_were_read_before_need_not_be_read_again(family: Family) -> N
         logits = target.read(part, caches[1], known).logits
         torch.testing.assert_close(logits, whole[:, known:upto], rtol=1e-3, atol=1e-3)
         known = upto
-    path = torch.tensor([[0, 1, 3, 6]] * 4)
+    path = [0, 1, 3, 6]
     following = TokenTree.chains(tokens[:, :2])
     for cache in caches:  # and what is kept of them is the same
-        cache.keep(path, torch.tensor([4, 2, 3, 1]))
+        cache.keep([path[:count] for count in (4, 2, 3, 1)])
     first, second = (target.read(following, cache).logits for cache in caches)
     torch.testing.assert_close(first, second, rtol=1e-3, atol=1e-3)
 

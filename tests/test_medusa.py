@@ -349,10 +349,9 @@ def padded(tree: TokenTree, logits: Tensor, voice: Voice, typical: Typical | Non
     """A fault: where the path ends at a leaf and the target says 0 next, the last node is taken for what stands there."""
     right = accept(tree, logits, voice, typical)
     nodes = tree.tokens.shape[1]
-    if len(right.path) > 1 or right.bonus[0] != 0 or nodes - 1 in right.path or nodes - 1 in tree.parents:
+    if len(right.paths) > 1 or right.bonus[0] != 0 or nodes - 1 in right.paths[0] or nodes - 1 in tree.parents:
         return right
-    path = torch.cat([right.path, torch.tensor([[nodes - 1]])], dim=1)
-    return Accepted(path, right.length + 1, logits[:, -1].argmax(-1))
+    return Accepted([[*right.paths[0], nodes - 1]], logits[:, -1].argmax(-1).tolist())
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

@@ -63,12 +63,10 @@ def test_a_tree_pass_equals_a_plain_pass_over_each_path(family: Family) -> None:
             torch.testing.assert_close(
                 logits[row], read_paths(family.stock, text, tokens[row], parents[row]), rtol=1e-3, atol=1e-3
             )
-        last = tree.mask[:, -1]  # keep the path to the last node
-        lengths = last.sum(-1)
-        path = (~last).int().argsort(dim=-1, stable=True)
-        cache.keep(path, lengths)
+        paths = [row[-1].nonzero()[:, 0].tolist() for row in tree.mask]  # keep the path to the last node
+        cache.keep(paths)
         for row, text in enumerate(texts):
-            text += [tokens[row][node] for node in path[row, : lengths[row]].tolist()]
+            text += [tokens[row][node] for node in paths[row]]
     assert cache.lengths.tolist() == [len(text) for text in texts]
     assert tree.depth.max() > WINDOW
 
