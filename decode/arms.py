@@ -12,6 +12,7 @@ from conf.schema import Decode, Proposal, Run
 from decode.choice import PLAIN, STATIC, recall
 from decode.opening import called, find_beside, find_drafter, identity_of
 from models.drafter import Budget
+from models.native import compiles
 from models.shelf import Card, family_class, read_card, require_target
 from models.target import device_of, resolve_dtype
 from models.tree import chain, ordered_paths, published_trees
@@ -77,11 +78,13 @@ def as_tuned(run: Run, name: str, found: Path | Card) -> Decode:
 def holds_for(run: Run, arm: Arm) -> dict[str, Any]:
     """The hardware and settings that a curve belongs to."""
     device = device_of(run.target.device)
+    kind = resolve_dtype(run.target.dtype, device)
     return {
         "processor": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "dtype": str(resolve_dtype(run.target.dtype, device)),
+        "dtype": str(kind),
+        "compiled": compiles(run.target.compile, device, kind),
         "target": called(run.target),
         "drafter": {"family": arm.card.family, "knobs": arm.card.knobs, "training": arm.card.training},
         "branch": run.decode.branch,

@@ -17,9 +17,9 @@ from rich.table import Table
 from decode.page import write_page
 from decode.words import HARDWARE, Told, conditions, grid, marked
 
-VERSION = 2
+VERSION = 3
 PARTS = ("settings", "lines", "depths", "round_ms", "plain_round_ms")
-FAIR = ("dtype", "tokens", "longest", "temperature", "top_k", "top_p", "rows", *HARDWARE)
+FAIR = ("dtype", "compiled", "tokens", "longest", "temperature", "top_k", "top_p", "rows", *HARDWARE)
 
 
 def find(place: Path) -> list[Path]:

@@ -169,20 +169,21 @@ def graded(
     shared = overlap_by_depth(target, learner, samples)
     apart = [] if run.decode.temperature else divergences(target, samples)
     shown = sample_text(target.tokenizer, samples)
-    told, theirs = settings(run, arm, target.dtype), None
+    told, theirs = settings(run, arm, target), None
     if first:
         told["first"], theirs = first
     return Report.of(samples, told, cost, shared, apart, shown, theirs)
 
 
-def settings(run: Run, arm: Arm, dtype: torch.dtype) -> dict[str, Any]:
+def settings(run: Run, arm: Arm, target: Target) -> dict[str, Any]:
     """What the figures were taken with."""
     how, budget = asdict(run.decode), arm.budget
     return {
         "drafter": arm.name,
         "folder": arm.folder.name if arm.folder else None,
         "target": called(run.target),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "compiled": target.compiled,
         **{key: how[key] for key in ("bench", "turns", "tokens", "temperature", "top_k", "top_p", "rows", "longest")},
         "tree": [list(path) for path in budget.paths]
         or {"depth": budget.depth, "branch": budget.branch, "least": budget.least},

@@ -153,7 +153,7 @@ class Report:
 
     def show(self, console: Console, explained: bool = False) -> None:
         """Print the tables, within 80 columns."""
-        shown = ("target", "dtype", "tokens", "nodes", "temperature", "threads")
+        shown = ("target", "dtype", "compiled", "tokens", "nodes", "temperature", "threads")
         console.print(f"\n{self.settings['drafter']} against plain decoding", style="bold")
         console.print(" ".join(f"{key}={self.settings[key]}" for key in shown))
         console.print(self._results())

@@ -117,7 +117,7 @@ def conditions(report: Told) -> str:
     how, line = report["settings"], pooled(report)
     asked = [each["bench"] for each in report["lines"] if each["bench"] != "all"]
     return (
-        f"{how['target']} in {how['dtype']} on {hardware(how)}; {line['prompts']} prompts of {', '.join(asked)}, up to "
+        f"{how['target']} in {how['dtype']}{', layers compiled,' * how['compiled']} on {hardware(how)}; {line['prompts']} prompts of {', '.join(asked)}, up to "
         f"{how['tokens']} new tokens, {sampling(how)}, batch {how['rows']}; {how['taken'][:10]}"
     )
 

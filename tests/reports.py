@@ -59,9 +59,9 @@ def told(
     drafted = len(rates) * len(every)
     speed = lines[-1]["speedup"]["value"]
     return {
-        "version": 2,
+        "version": 3,
         "settings": {
-            "drafter": name, "folder": name, "target": "HuggingFaceTB/SmolLM2-135M-Instruct", "dtype": "float32",
+            "drafter": name, "folder": name, "target": "HuggingFaceTB/SmolLM2-135M-Instruct", "dtype": "float32", "compiled": False,
             "tokens": 96, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "rows": 1, "longest": 400,
             "tree": [[0], [1], [0, 0], [0, 0, 0]], "nodes": 10, "accept": "lossless", "threads": 2, "cores": 2,
             "cpu": "AMD EPYC 7B13", "torch": "2.13.0+cpu", "taken": "2026-11-29T18:04:11", **settings,

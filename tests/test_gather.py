@@ -82,9 +82,9 @@ def test_places_without_a_report_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"version": 1, "lines": []}', "is a report of version 1, and this Outrider reads 2; measure again"),
-        ('{"version": 3}', "is a report of version 3, and this Outrider reads 2; measure again"),
-        ('{"version": 2, "lines": []}', "is no report of decode/run.py"),
+        ('{"version": 1, "lines": []}', "is a report of version 1, and this Outrider reads 3; measure again"),
+        ('{"version": 4}', "is a report of version 4, and this Outrider reads 3; measure again"),
+        ('{"version": 3, "lines": []}', "is no report of decode/run.py"),
         ('{"rows": 1}', "is no report of decode/run.py"),
         ("[1]", "is no report of decode/run.py"),
         ("{", "is no JSON; measure again with decode/run.py"),
@@ -106,7 +106,16 @@ def test_reports_of_two_targets_are_refused(tmp_path):
     )
 
 
-FAIR = {"dtype": "bfloat16", "tokens": 64, "temperature": 0.7, "rows": 4, "cpu": "other", "threads": 1, "cores": 64}
+FAIR = {
+    "dtype": "bfloat16",
+    "compiled": True,
+    "tokens": 64,
+    "temperature": 0.7,
+    "rows": 4,
+    "cpu": "other",
+    "threads": 1,
+    "cores": 64,
+}
 
 
 @pytest.mark.parametrize("setting", FAIR)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 from conf.schema import Accept, Decode, Proposal
 from conftest import bench_prompts
@@ -79,7 +78,7 @@ def test_the_report_is_written_and_says_what_it_was_taken_with(loop):
     assert sorted(file.name for file in folder.iterdir()) == ["report.html", "report.json"]
     written = json.loads((folder / "report.json").read_text())
     assert written == loop.report.to_json()
-    assert written["version"] == 2
+    assert written["version"] == 3
     assert Report.read(folder / "report.json") == loop.report
     taken = written["settings"]
     assert (taken["drafter"], taken["target"], taken["dtype"]) == ("tiny", "tiny", "float32")
@@ -349,7 +348,7 @@ def test_the_settings_say_which_tree_was_measured(loop):
     run = composed(*EXACT)
     card = Card("", {}, {}, [])
     told = [
-        settings(run, Arm("x", loop.out, card, budget), torch.float32)
+        settings(run, Arm("x", loop.out, card, budget), open_target(run.target))
         for budget in (Budget((), 7, 4, 3), Budget(tuple(chain(2)), 7, 4))
     ]
     assert [(one["nodes"], one["tree"]) for one in told] == [

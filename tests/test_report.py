@@ -25,7 +25,15 @@ from reference import Guesser, plain_greedy
 from runs import ROOT
 from samples import COST, CUT, SAMPLES, drafted, plain
 
-SETTINGS = {"drafter": "d", "target": "t", "dtype": "float32", "tokens": 7, "nodes": 6, "temperature": 0.0}
+SETTINGS = {
+    "drafter": "d",
+    "target": "t",
+    "dtype": "float32",
+    "compiled": False,
+    "tokens": 7,
+    "nodes": 6,
+    "temperature": 0.0,
+}
 SETTINGS |= {"threads": 1, "accept": "lossless"}
 
 
@@ -82,7 +90,7 @@ def test_a_report_is_read_back_as_it_was(tmp_path):
     [
         (None, "there is no report .*; decode/run.py writes one"),
         ("{", "is no report: it is no JSON; measure again"),
-        ('{"version": 1, "lines": []}', "is a report of version 1 and this is version 2; measure again"),
+        ('{"version": 1, "lines": []}', "is a report of version 1 and this is version 3; measure again"),
         ("[]", "is a report of version None"),
     ],
 )
