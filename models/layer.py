@@ -152,10 +152,6 @@ class Attention(nn.Module):
         """[B, 1, H/G * Q, S] what `found` asks for where queries see what `seen` [B, Q, S] says."""
         return seen.repeat(1, self.shared, 1)[:, None]
 
-    def additive(self, seen: Tensor, dtype: torch.dtype) -> Tensor:
-        """[B, 1, Q, S] what the layer as one operation adds to scores where queries see what `seen` [B, Q, S] says."""
-        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)[:, None]
-
     def found(self, queries: Tensor, pairs: Pair, mask: Tensor) -> Tensor:
         """[B, Q, H*C] what `queries` find in `pairs` where `mask` lets them look."""
         rows = queries.unflatten(1, (self.groups, -1)).flatten(2, 3)  # heads of a group are rows: keys are read once

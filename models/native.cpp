@@ -193,10 +193,10 @@ struct Group {
     }
   }
 
-  void ask(int r, const BFloat16* states, const BFloat16* mask) {
+  void ask(int r, const BFloat16* states, const bool* seen) {
     std::memcpy(&query[r * D / 2], states, D * sizeof(BFloat16));
     float* to = &score[r * full];
-    for (int64_t s = 0; s < S; s++) to[s] = wide(mask[s]);
+    for (int64_t s = 0; s < S; s++) to[s] = seen[s] ? 0.0f : -INFINITY;
     std::fill(to + S, to + full, -INFINITY);
   }
 
@@ -242,15 +242,14 @@ struct Group {
   }
 };
 
-// What the queries at the beginning of `made` [at least B * N, (H + 2G) * D] find where the additive `mask` [B, 1, at least N, S]
-// lets them; rows beyond are 0.
+// What the queries at the beginning of `made` [at least B * N, (H + 2G) * D] find in what is `seen` [B, N, S]; rows beyond are 0.
 template <int D>
-Tensor attended(const Tensor& made, const Tensor& keys, const Tensor& values, const Tensor& mask, int64_t N, float scale) {
-  int64_t B = keys.size(0), all = made.size(1), G = keys.size(1), S = mask.size(3);
+Tensor attended(const Tensor& made, const Tensor& keys, const Tensor& values, const Tensor& seen, float scale) {
+  int64_t B = keys.size(0), N = seen.size(1), S = seen.size(2), all = made.size(1), G = keys.size(1);
   int64_t H = all / D - 2 * G, shared = H / G, rows = shared * N, in_row = keys.stride(0), in_group = keys.stride(1);
-  int64_t mask_row = mask.stride(0), mask_node = mask.stride(2);
   Tensor out = at::empty({made.size(0), H * D}, made.options());
-  const BFloat16 *states = made.const_data_ptr<BFloat16>(), *masks = mask.const_data_ptr<BFloat16>();
+  const BFloat16* states = made.const_data_ptr<BFloat16>();
+  const bool* sees = seen.const_data_ptr<bool>();
   const BFloat16 *key = keys.const_data_ptr<BFloat16>(), *value = values.const_data_ptr<BFloat16>();
   BFloat16* to = out.data_ptr<BFloat16>();
   std::fill(to + B * N * H * D, to + out.numel(), BFloat16(0));
@@ -264,7 +263,7 @@ Tensor attended(const Tensor& made, const Tensor& keys, const Tensor& values, co
         int count = int(std::min<int64_t>(group.R, last - row));
         for (int r = 0; r < count; r++) {
           int64_t head = g * shared + (row + r) / N, node = (row + r) % N;
-          group.ask(r, states + (b * N + node) * all + head * D, masks + b * mask_row + node * mask_node);
+          group.ask(r, states + (b * N + node) * all + head * D, sees + (b * N + node) * S);
         }
         float found[Group<D>::R * D];
         group.find(count, scale, found);
@@ -276,12 +275,12 @@ Tensor attended(const Tensor& made, const Tensor& keys, const Tensor& values, co
   return out;
 }
 
-Tensor attend(const Tensor& made, const Tensor& keys, const Tensor& values, const Tensor& mask, int64_t N, double scale) {
+Tensor attend(const Tensor& made, const Tensor& keys, const Tensor& values, const Tensor& seen, double scale) {
   switch (keys.size(3)) {
-    case 32: return attended<32>(made, keys, values, mask, N, float(scale));
-    case 64: return attended<64>(made, keys, values, mask, N, float(scale));
-    case 96: return attended<96>(made, keys, values, mask, N, float(scale));
-    case 128: return attended<128>(made, keys, values, mask, N, float(scale));
+    case 32: return attended<32>(made, keys, values, seen, float(scale));
+    case 64: return attended<64>(made, keys, values, seen, float(scale));
+    case 96: return attended<96>(made, keys, values, seen, float(scale));
+    case 128: return attended<128>(made, keys, values, seen, float(scale));
   }
   TORCH_CHECK(false, "heads are 32, 64, 96 or 128 wide here, not ", keys.size(3));
 }
@@ -308,16 +307,16 @@ Tensor enough(const Tensor& states) {
 }
 
 // `entering` [B, N, ...], through the norm of `before` where there is one, is what attention reads and `base` [B, N, width]
-// what its output is added to; new keys and values go into `keys` and `values` [B, G, room, D] from `starts` on.
+// what its output is added to; queries see what `seen` [B, N, S] says, and new keys and values go into `keys` and `values` [B, G, room, D] from `starts` on.
 Tensor layer(const Tensor& entering, const Tensor& base, const Tensor& cosine, const Tensor& sine, const Tensor& keys,
-             const Tensor& values, at::IntArrayRef starts, const Tensor& mask, const Maybe& before, const Tensor& project,
+             const Tensor& values, at::IntArrayRef starts, const Tensor& seen, const Maybe& before, const Tensor& project,
              const Maybe& project_bias, const Tensor& mix, const Maybe& mix_bias, const Tensor& after, const Tensor& gate,
              const Maybe& gate_bias, const Tensor& down, const Maybe& down_bias, double scale, double eps) {
-  int64_t N = base.size(1), rows = base.size(0) * N;
+  int64_t rows = base.size(0) * base.size(1);
   Tensor read = enough(entering), plus = enough(base);
   Tensor made = product(before ? norm(read, *before, eps) : read, project, project_bias);
   turn_and_keep(made, cosine, sine, keys, values, starts);
-  Tensor states = sum(attend(made, keys, values, mask, N, scale), plus, mix, mix_bias);
+  Tensor states = sum(attend(made, keys, values, seen.contiguous(), scale), plus, mix, mix_bias);
   Tensor out = sum(gated(product(norm(states, after, eps), gate, gate_bias)), states, down, down_bias);
   return out.narrow(0, 0, rows).view_as(base);
 }
@@ -384,7 +383,7 @@ TORCH_LIBRARY(outrider, library) {
   library.def("first_of_largest(Tensor logits) -> Tensor", &first_of_largest);
   library.def(
       "layer(Tensor entering, Tensor base, Tensor cosine, Tensor sine, Tensor(a!) keys, Tensor(b!) values, int[] starts, "
-      "Tensor mask, Tensor? before, Tensor project, Tensor? project_bias, Tensor mix, Tensor? mix_bias, Tensor after, "
+      "Tensor seen, Tensor? before, Tensor project, Tensor? project_bias, Tensor mix, Tensor? mix_bias, Tensor after, "
       "Tensor gate, Tensor? gate_bias, Tensor down, Tensor? down_bias, float scale, float eps) -> Tensor",
       &layer);
 }

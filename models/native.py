@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -129,21 +128,22 @@ def first_of_largest(logits: Tensor) -> Tensor:
     return found
 
 
-@dataclass(frozen=True)
 class Whole:
-    """The parts of a layer: attention that adds what it found to a base, then a gated MLP that adds to that.
+    """A layer as one operation: attention that adds what it found to a base, then a gated MLP that adds to that.
 
-    `before` is the weight of the norm of what attention reads, unless it comes normed.
+    `before` is the weight of the norm of what attention reads, unless it comes normed, and `after` that of the MLP's, both
+    with `eps`; `scale` is that of scores.
     """
 
-    before: Tensor | None
-    project: PackedLinear  # to queries, keys and values, side by side
-    mix: PackedLinear
-    after: Tensor  # the weight of the norm before the MLP
-    gate: PackedLinear  # to gate and input, side by side
-    down: PackedLinear
-    scale: float  # of scores
-    eps: float  # of both norms
+    def __init__(
+        self, products: Sequence[PackedLinear], before: Tensor | None, after: Tensor, scale: float, eps: float
+    ):
+        project, mix, gate, down = products
+        self.parts = (
+            before, project.packed, project.bias, mix.packed, mix.bias,
+            after, gate.packed, gate.bias, down.packed, down.bias, scale, eps,
+        )  # fmt: skip
+        self.layer = operations().layer.default
 
     @classmethod
     def of(
@@ -155,39 +155,19 @@ class Whole:
         width: int,
         scale: float,
     ) -> "Whole | None":
-        """A layer of four packed `products` and heads `width` wide; None where they are not packed or not as wide as it knows."""
-        project, mix, gate, down = products
-        packed = [one for one in (project, mix, gate, down) if isinstance(one, PackedLinear)]
+        """That of four `products` (to queries, keys and values, back, to gate and input, back) and heads `width` wide; None where
+        products are not packed, or heads not as wide as it knows."""
+        packed = [one for one in products if isinstance(one, PackedLinear)]
         if len(packed) < len(products) or width not in HEADS:
             return None
-        return cls(before, packed[0], packed[1], after, packed[2], packed[3], scale, eps)
+        return cls(packed, before, after, scale, eps)
 
     def __call__(
-        self, entering: Tensor, base: Tensor, angles: Pair, store: Pair, starts: Sequence[int], mask: Tensor
+        self, entering: Tensor, base: Tensor, angles: Pair, store: Pair, starts: Sequence[int], seen: Tensor
     ) -> Tensor:
-        """[B, N, width] the layer's output. New keys and values go into `store` [B, G, room, D] from `starts` [B] on.
+        """[B, N, width] the layer's output, where queries see what `seen` [B, N, S] says.
 
-        The first N rows of the additive `mask` [B, 1, ..., S] say what is seen.
+        New keys and values go into `store` [B, G, room, D] from `starts` [B] on.
         """
-        project, mix, gate, down = self.project, self.mix, self.gate, self.down
-        made: Tensor = operations().layer.default(
-            entering,
-            base,
-            *angles,
-            *store,
-            starts,
-            mask,
-            self.before,
-            project.packed,
-            project.bias,
-            mix.packed,
-            mix.bias,
-            self.after,
-            gate.packed,
-            gate.bias,
-            down.packed,
-            down.bias,
-            self.scale,
-            self.eps,
-        )
+        made: Tensor = self.layer(entering, base, *angles, *store, starts, seen, *self.parts)
         return made

@@ -130,7 +130,9 @@ class Block(nn.Module):
 
 
 class Single(nn.Module):
-    """A block that is one operation where few tokens are read: behind what a cache holds, or by themselves."""
+    """A block that is one operation where few tokens are read: behind what a cache holds, where the mask says what is
+    seen, or by themselves, where it says what is added to scores, as everywhere else.
+    """
 
     def __init__(self, block: Block, whole: Whole):
         super().__init__()
@@ -148,21 +150,17 @@ class Single(nn.Module):
         cache: Cache | None = None,
         **how: Any,
     ) -> Tensor:
-        reads_tree = isinstance(cache, KVCache) and cache.filled is None
-        if attention_mask is None or not (reads_tree or (cache is None and hidden_states.shape[1] <= MANY)):
-            return self.block(
-                hidden_states, attention_mask, position_embeddings=position_embeddings, cache=cache, **how
-            )
-        store, starts = self._room(cache, hidden_states)
-        return self.whole(hidden_states, hidden_states, position_embeddings, store, starts, attention_mask)
-
-    def _room(self, cache: Cache | None, states: Tensor) -> tuple[tuple[Tensor, Tensor], list[int]]:
-        """Where keys and values go, and where in each row."""
-        if isinstance(cache, KVCache):
-            return cache.pair(self.number, states, self.groups, self.width), cache.starts
-        rows, count, _ = states.shape
-        keys, values = states.new_empty(2, rows, self.groups, count, self.width)
-        return (keys, values), [0] * rows
+        if attention_mask is None:
+            return self.block(hidden_states, position_embeddings=position_embeddings, cache=cache, **how)
+        if attention_mask.dtype == torch.bool and isinstance(cache, KVCache) and cache.filled is None:
+            store, starts = cache.pair(self.number, hidden_states, self.groups, self.width), cache.starts
+            return self.whole(hidden_states, hidden_states, position_embeddings, store, starts, attention_mask[:, 0])
+        rows, count, _ = hidden_states.shape
+        if cache is None and count <= MANY:
+            seen = (attention_mask[:, 0, :count] == 0).expand(rows, -1, -1)
+            keys, values = hidden_states.new_empty(2, rows, self.groups, count, self.width)
+            return self.whole(hidden_states, hidden_states, position_embeddings, (keys, values), [0] * rows, seen)
+        return self.block(hidden_states, attention_mask, position_embeddings=position_embeddings, cache=cache, **how)
 
 
 def whole_of(block: Block) -> Whole | None:

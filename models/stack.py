@@ -123,7 +123,7 @@ def climb(
         if layer.whole is not None and (asked is None or count <= FEW):
             store = memory.store(number, end, base, attention.groups, attention.width)
             angles = attention.rotary.angles(position, base.dtype)
-            state = layer.whole(pair, base, angles, store, starts, attention.additive(seen(None), base.dtype))
+            state = layer.whole(pair, base, angles, store, starts, seen(None))
             state = state if asked is None else state[row, asked]
             continue
         queries, new = attention.queries_and_pairs(pair, position)

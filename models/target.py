@@ -63,7 +63,7 @@ class Target:
         self._caught: dict[int, Tensor] = {}
         self.product: Callable[[Tensor], Tensor] = model.get_output_embeddings()
         self.repeats = 1  # of a mask's rows
-        self.single = False  # whether every layer is one operation, which needs no repeats
+        self.single = False  # whether every layer is one operation
         self.compiled = compile
         lowest = torch.finfo(self.dtype).min
         self._open, self._shut = torch.tensor([0.0, lowest], dtype=self.dtype, device=self.device)  # what a mask adds
@@ -79,7 +79,7 @@ class Target:
         before = torch.ones(4, 4, dtype=torch.bool).tril()[None]
 
         def run() -> Tensor:
-            masks = self._masks(before, position, lambda: position, self.repeats)
+            masks = self._masks(before, position, lambda: position, single=False)
             return self._run(input_ids=ids, attention_mask=masks, position_ids=position, use_cache=False)
 
         stock: list[Tensor] = []
@@ -198,7 +198,7 @@ class Target:
             where = torch.tensor(ends, device=self.device)[:, None] + torch.arange(count, device=self.device)
             return slot.scatter_(1, where, position)
 
-        masks = self._masks(seen, position[:, new], there, 1 if self.single else self.repeats)
+        masks = self._masks(seen, position[:, new], there, self.single)
         hidden = self._run(
             input_ids=tree.tokens[:, new], attention_mask=masks, position_ids=position[:, new], cache=cache
         )
@@ -223,7 +223,7 @@ class Target:
             before = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=self.device).tril()
             seen = before & (mine[:, :, None] == mine[:, None])
             masks = {
-                "attention_mask": self._masks(seen, position, lambda: position, self.repeats),
+                "attention_mask": self._masks(seen, position, lambda: position, single=False),
                 "position_ids": position,
             }
         hidden = self._run(input_ids=ids, use_cache=False, **masks)
@@ -239,21 +239,25 @@ class Target:
         return torch.cat([self._caught[tap].to(hidden.device) for tap in self.taps], dim=-1)
 
     def _masks(
-        self, seen: Tensor, here: Tensor, there: Callable[[], Tensor], repeats: int
+        self, seen: Tensor, here: Tensor, there: Callable[[], Tensor], single: bool
     ) -> Tensor | dict[str, Tensor]:
-        """Additive masks [B, 1, repeats * N, S] from who may see whom `seen` [B, N, S], at the positions `here` [B, N] and
-        `there` [B, S], which only a window asks for: one for each kind of layer where the config lists kinds."""
+        """Masks from who may see whom `seen` [B, N, S], at the positions `here` [B, N] and `there` [B, S], which only a window
+        asks for: one for each kind of layer where the config lists kinds.
+
+        They are added to scores, [B, 1, repeats * N, S]; where every layer is a `single` operation they say what is seen."""
         window = sliding_window(self.config)
 
-        def additive(allowed: Tensor) -> Tensor:
-            rows = allowed.repeat(1, repeats, 1) if repeats > 1 else allowed
+        def told(allowed: Tensor) -> Tensor:
+            if single:
+                return allowed[:, None]
+            rows = allowed.repeat(1, self.repeats, 1) if self.repeats > 1 else allowed
             return torch.where(rows, self._open, self._shut)[:, None]
 
         inside = seen if window is None else seen & (here[..., None] - there()[:, None] < window)
         kinds = getattr(self.config, "layer_types", None)
         if kinds is None:
-            return additive(inside)
-        return {kind: additive(inside if kind == "sliding_attention" else seen) for kind in set(kinds)}
+            return told(inside)
+        return {kind: told(inside if kind == "sliding_attention" else seen) for kind in set(kinds)}
 
 
 def load_target(

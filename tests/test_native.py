@@ -91,18 +91,13 @@ def test_a_layer_as_one_operation_is_the_layer(
     expected, new = by_hand(whole, entering, base, angles, seen, held[..., :end, :])
 
     both = torch.cat([angles, angles], dim=-1)
-    layer = Whole(
-        whole.get("before"),
-        PackedLinear(whole["project"], whole["project_bias"]),
-        PackedLinear(whole["mix"], None),
-        whole["after"],
-        PackedLinear(whole["gate"], None),
-        PackedLinear(whole["down"], None),
-        width**-0.5,
-        1e-5,
-    )
-    store, mask = held.clone(), torch.zeros(seen.shape).masked_fill(~seen, -torch.inf).bfloat16()[:, None]
-    made = layer(entering, base, (both.cos().bfloat16(), both.sin().bfloat16()), store.unbind(), starts, mask)
+    products = [
+        PackedLinear(whole[name], whole["project_bias"] if name == "project" else None)
+        for name in ("project", "mix", "gate", "down")
+    ]
+    layer = Whole(products, whole.get("before"), whole["after"], width**-0.5, 1e-5)
+    store = held.clone()
+    made = layer(entering, base, (both.cos().bfloat16(), both.sin().bfloat16()), store.unbind(), starts, seen)
     assert differs(made, expected) < 0.01
     for row, start in enumerate(starts):
         kept = store[:, row, :, start : start + count]
