@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from models.native import Whole
 from models.packed import added, joined_product, together
 from models.sight import Looking, Sight, grouped
 from models.transfer import sent
+from models.whole import Whole
 
 Pair = tuple[Tensor, Tensor]  # keys and values [B, G, S, C]
 

@@ -1,12 +1,11 @@
-// A decoder layer over few rows in bf16, as one operation: its products are oneDNN's, what stands between them is here.
+// A decoder layer over few rows in bf16, as one operation, and products of few rows.
 //
 // B rows of text, N new tokens in each, H query heads, G key-value heads, S keys, D head width. Sums are in float and every
 // part is rounded where PyTorch rounds it, but for scores, which stay in float until they are weights.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/pad.h>
+#include <ATen/ops/zeros.h>
 #include <immintrin.h>
 #include <torch/library.h>
 
@@ -17,6 +16,7 @@
 #include <limits>
 #include <optional>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 using at::Tensor;
@@ -24,7 +24,9 @@ using c10::BFloat16;
 using Maybe = std::optional<Tensor>;
 
 constexpr int64_t ALONE = 1 << 14;  // numbers that one thread works through sooner than two start
-constexpr int64_t LEAST = 4;        // rows: oneDNN reads weights faster for four than for one
+constexpr int BLOCK = 32;           // outputs of a product that are computed side by side
+constexpr int AHEAD = 16;           // pairs of inputs by which weights are fetched before they are needed
+constexpr int TOGETHER = 12;        // rows of a product whose sums fit into the registers beside one another
 
 template <class To, class From>
 To bits(From from) {
@@ -111,7 +113,7 @@ Tensor gated(const Tensor& both) {
 
 // Turn queries and keys in place by angles [B, N, D], of which the second half is read, and put keys and values where they stay.
 void turn_and_keep(Tensor& made, const Tensor& cosine, const Tensor& sine, const Tensor& keys, const Tensor& values, at::IntArrayRef starts) {
-  int64_t N = cosine.size(-2), all = made.size(1), G = keys.size(1), D = keys.size(3), turned = all / D - G, half = D / 2;
+  int64_t N = made.size(1), all = made.size(2), G = keys.size(1), D = keys.size(3), turned = all / D - G, half = D / 2;
   int64_t in_row = keys.stride(0), in_group = keys.stride(1);
   const BFloat16 *cosines = cosine.const_data_ptr<BFloat16>(), *sines = sine.const_data_ptr<BFloat16>();
   BFloat16 *states = made.data_ptr<BFloat16>(), *key = keys.data_ptr<BFloat16>(), *value = values.data_ptr<BFloat16>();
@@ -242,17 +244,16 @@ struct Group {
   }
 };
 
-// What the queries at the beginning of `made` [at least B * N, (H + 2G) * D] find in what is `seen` [B, N, S]; rows beyond are 0.
+// What the queries at the beginning of `made` [B, N, (H + 2G) * D] find in what is `seen` [B, N, S].
 template <int D>
 Tensor attended(const Tensor& made, const Tensor& keys, const Tensor& values, const Tensor& seen, float scale) {
-  int64_t B = keys.size(0), N = seen.size(1), S = seen.size(2), all = made.size(1), G = keys.size(1);
+  int64_t B = keys.size(0), N = seen.size(1), S = seen.size(2), all = made.size(2), G = keys.size(1);
   int64_t H = all / D - 2 * G, shared = H / G, rows = shared * N, in_row = keys.stride(0), in_group = keys.stride(1);
-  Tensor out = at::empty({made.size(0), H * D}, made.options());
+  Tensor out = at::empty({B, N, H * D}, made.options());
   const BFloat16* states = made.const_data_ptr<BFloat16>();
   const bool* sees = seen.const_data_ptr<bool>();
   const BFloat16 *key = keys.const_data_ptr<BFloat16>(), *value = values.const_data_ptr<BFloat16>();
   BFloat16* to = out.data_ptr<BFloat16>();
-  std::fill(to + B * N * H * D, to + out.numel(), BFloat16(0));
   int64_t cuts = std::clamp<int64_t>((2 * at::get_num_threads() + B * G - 1) / (B * G), 1, std::max<int64_t>(rows / 4, 1));
   at::parallel_for(0, B * G * cuts, 1, [&](int64_t begin, int64_t end) {
     thread_local Group<D> group;
@@ -285,25 +286,77 @@ Tensor attend(const Tensor& made, const Tensor& keys, const Tensor& values, cons
   TORCH_CHECK(false, "heads are 32, 64, 96 or 128 wide here, not ", keys.size(3));
 }
 
-using Product = Tensor(const Tensor&, const Tensor&, const Maybe&, c10::string_view, c10::List<std::optional<at::Scalar>>, std::optional<c10::string_view>);
-using Sum = Tensor(const Tensor&, const Tensor&, const Tensor&, const Maybe&, c10::string_view);
-
-Tensor product(const Tensor& states, const Tensor& weight, const Maybe& bias) {
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("mkldnn::_linear_pointwise", "").typed<Product>();
-  static const c10::List<std::optional<at::Scalar>> none;
-  return op.call(states, weight, bias, "none", none, "");
+// A weight [out, in] for products of few rows: blocks of 32 outputs, within which pairs of inputs follow one another, [blocks, in/2, 32].
+Tensor lay_out(const Tensor& weight) {
+  Tensor in = weight.contiguous();
+  int64_t out = in.size(0), width = in.size(1), blocks = (out + BLOCK - 1) / BLOCK;
+  TORCH_CHECK(width % 2 == 0, "inputs come in pairs, and this weight has ", width);
+  Tensor laid = at::zeros({blocks, width / 2, BLOCK}, in.options().dtype(at::kInt));
+  const uint32_t* from = reinterpret_cast<const uint32_t*>(in.const_data_ptr<BFloat16>());
+  uint32_t* to = reinterpret_cast<uint32_t*>(laid.data_ptr<int32_t>());
+  at::parallel_for(0, blocks, 1, [=](int64_t begin, int64_t end) {
+    for (int64_t o = begin * BLOCK; o < std::min(end * BLOCK, out); o++)
+      for (int64_t k = 0; k < width / 2; k++) to[(o / BLOCK * width / 2 + k) * BLOCK + o % BLOCK] = from[o * width / 2 + k];
+  });
+  return laid;
 }
 
-Tensor sum(const Tensor& states, const Tensor& plus, const Tensor& weight, const Maybe& bias) {
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("mkldnn::_linear_pointwise", "binary").typed<Sum>();
-  return op.call(states, plus, weight, bias, "add");
+// Products [R, 32] of R rows, given as `pairs_in` times R pairs of inputs, with one block of a weight: each row's sums are taken in the same
+// order whatever R is, so that a token's logits do not depend on how many are read with it.
+template <int R>
+void multiply(const uint32_t* rows, const uint32_t* block, int64_t pairs_in, float* out) {
+  __m512 sum[R][2] = {};
+  for (int64_t k = 0; k < pairs_in; k++) {
+    __m512bh low = pairs(block + k * BLOCK), high = pairs(block + k * BLOCK + 16);
+    _mm_prefetch(reinterpret_cast<const char*>(block + (k + AHEAD) * BLOCK), _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(block + (k + AHEAD) * BLOCK + 16), _MM_HINT_T0);
+    for (int r = 0; r < R; r++) {
+      __m512bh one = pair(rows[k * R + r]);
+      sum[r][0] = _mm512_dpbf16_ps(sum[r][0], one, low);
+      sum[r][1] = _mm512_dpbf16_ps(sum[r][1], one, high);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int half = 0; half < 2; half++) _mm512_storeu_ps(out + r * BLOCK + 16 * half, sum[r][half]);
 }
 
-// Rows [at least LEAST, width]: those of `states` [..., width], and zeros.
-Tensor enough(const Tensor& states) {
-  int64_t width = states.size(-1), rows = states.numel() / width;
-  Tensor flat = states.reshape({rows, width});
-  return rows < LEAST ? at::pad(flat, {0, 0, 0, LEAST - rows}) : flat;
+template <int... R>
+void multiply(int rows, const uint32_t* from, const uint32_t* block, int64_t pairs_in, float* out, std::integer_sequence<int, R...>) {
+  ((rows == R + 1 ? multiply<R + 1>(from, block, pairs_in, out) : void()), ...);
+}
+
+// `states` [..., in] times a weight laid out [blocks, in/2, 32] for `out` outputs, plus `bias` [out] and `plus` [..., out].
+Tensor product(const Tensor& states, const Tensor& laid, int64_t out, const Maybe& bias, const Maybe& plus) {
+  Tensor in = states.contiguous();
+  int64_t half = laid.size(1), rows = in.numel() / (2 * half);
+  auto size = in.sizes().vec();
+  size.back() = out;
+  Tensor made = at::empty(size, in.options()), added = plus ? plus->contiguous() : Tensor();
+  const uint32_t* given = reinterpret_cast<const uint32_t*>(in.const_data_ptr<BFloat16>());
+  std::vector<uint32_t> turned(rows * half);
+  for (int64_t row = 0; row < rows; row += TOGETHER)
+    for (int64_t k = 0, count = std::min<int64_t>(TOGETHER, rows - row); k < half; k++)
+      for (int64_t r = 0; r < count; r++) turned[row * half + k * count + r] = given[(row + r) * half + k];
+  const uint32_t* from = turned.data();
+  const uint32_t* weight = reinterpret_cast<const uint32_t*>(laid.const_data_ptr<int32_t>());
+  const BFloat16 *base = plus ? added.const_data_ptr<BFloat16>() : nullptr, *always = bias ? bias->const_data_ptr<BFloat16>() : nullptr;
+  BFloat16* to = made.data_ptr<BFloat16>();
+  at::parallel_for(0, laid.size(0), 1, [=](int64_t begin, int64_t end) {
+    float sums[TOGETHER * BLOCK];
+    for (int64_t block = begin; block < end; block++)
+      for (int64_t row = 0; row < rows; row += TOGETHER) {
+        int count = int(std::min<int64_t>(TOGETHER, rows - row)), width = int(std::min<int64_t>(BLOCK, out - block * BLOCK));
+        multiply(count, from + row * half, weight + block * half * BLOCK, half, sums, std::make_integer_sequence<int, TOGETHER>());
+        for (int r = 0; r < count; r++) {
+          int64_t at = (row + r) * out + block * BLOCK;
+          for (int i = 0; i < width; i++) {
+            float sum = sums[r * BLOCK + i] + (always ? wide(always[block * BLOCK + i]) : 0.0f);
+            to[at + i] = rounded(base ? wide(rounded(sum)) + wide(base[at + i]) : sum);
+          }
+        }
+      }
+  });
+  return made;
 }
 
 // `entering` [B, N, ...], through the norm of `before` where there is one, is what attention reads and `base` [B, N, width]
@@ -311,20 +364,17 @@ Tensor enough(const Tensor& states) {
 Tensor layer(const Tensor& entering, const Tensor& base, const Tensor& cosine, const Tensor& sine, const Tensor& keys,
              const Tensor& values, at::IntArrayRef starts, const Tensor& seen, const Maybe& before, const Tensor& project,
              const Maybe& project_bias, const Tensor& mix, const Maybe& mix_bias, const Tensor& after, const Tensor& gate,
-             const Maybe& gate_bias, const Tensor& down, const Maybe& down_bias, double scale, double eps) {
-  int64_t rows = base.size(0) * base.size(1);
-  Tensor read = enough(entering), plus = enough(base);
-  Tensor made = product(before ? norm(read, *before, eps) : read, project, project_bias);
+             const Maybe& gate_bias, const Tensor& down, const Maybe& down_bias, int64_t projected, int64_t gates, double scale, double eps) {
+  int64_t width = base.size(2);
+  Tensor made = product(before ? norm(entering, *before, eps) : entering, project, projected, project_bias, {});
   turn_and_keep(made, cosine, sine, keys, values, starts);
-  Tensor states = sum(attend(made, keys, values, seen.contiguous(), scale), plus, mix, mix_bias);
-  Tensor out = sum(gated(product(norm(states, after, eps), gate, gate_bias)), states, down, down_bias);
-  return out.narrow(0, 0, rows).view_as(base);
+  Tensor states = product(attend(made, keys, values, seen.contiguous(), scale), mix, width, mix_bias, base);
+  return product(gated(product(norm(states, after, eps), gate, gates, gate_bias, {})), down, width, down_bias, states);
 }
 
 // The `count` likeliest tokens of each row of `logits` [..., V], the first of equals first, and their log-probabilities.
 // `offsets` [V] are added to the tokens.
 std::tuple<Tensor, Tensor> likeliest(const Tensor& logits, int64_t count, const Maybe& offsets) {
-  constexpr int64_t BLOCK = 32;
   Tensor in = logits.contiguous();
   int64_t V = in.size(-1), rows = in.numel() / V, blocks = (V + BLOCK - 1) / BLOCK;
   auto size = in.sizes().vec();
@@ -378,12 +428,14 @@ Tensor first_of_largest(const Tensor& logits) {
 }
 
 TORCH_LIBRARY(outrider, library) {
+  library.def("lay_out(Tensor weight) -> Tensor", &lay_out);
+  library.def("product(Tensor states, Tensor laid, int out, Tensor? bias, Tensor? plus) -> Tensor", &product);
   library.def("norm(Tensor states, Tensor weight, float eps) -> Tensor", &norm);
   library.def("likeliest(Tensor logits, int count, Tensor? offsets) -> (Tensor, Tensor)", &likeliest);
   library.def("first_of_largest(Tensor logits) -> Tensor", &first_of_largest);
   library.def(
       "layer(Tensor entering, Tensor base, Tensor cosine, Tensor sine, Tensor(a!) keys, Tensor(b!) values, int[] starts, "
       "Tensor seen, Tensor? before, Tensor project, Tensor? project_bias, Tensor mix, Tensor? mix_bias, Tensor after, "
-      "Tensor gate, Tensor? gate_bias, Tensor down, Tensor? down_bias, float scale, float eps) -> Tensor",
+      "Tensor gate, Tensor? gate_bias, Tensor down, Tensor? down_bias, int projected, int gates, float scale, float eps) -> Tensor",
       &layer);
 }

@@ -10,16 +10,14 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.cpp_extension import include_paths, library_paths
 
 from models.files import made_once
-from models.packed import PackedLinear
 
 SOURCE = Path(__file__).with_name("native.cpp")
 # sums in any order, as every kernel has them; not -ffast-math, which changes the processor's rounding for everybody
@@ -37,7 +35,6 @@ FLAGS = [
     "-fno-math-errno",
 ]
 LIBRARY = "layer.so"
-HEADS = (32, 64, 96, 128)  # widths that it knows
 Pair = tuple[Tensor, Tensor]
 
 
@@ -109,6 +106,21 @@ def serves(states: Tensor) -> bool:
     return operations.cache_info().currsize > 0 and states.dtype == torch.bfloat16 and states.device.type == "cpu"
 
 
+def lay_out(weight: Tensor) -> Tensor:
+    """`weight` [out, in] as `product` reads it; `in` is even."""
+    laid: Tensor = operations().lay_out.default(weight)
+    return laid
+
+
+def product(states: Tensor, laid: Tensor, out: int, bias: Tensor | None, plus: Tensor | None) -> Tensor:
+    """`states` [..., in] times a weight that was `laid` out for `out` outputs, with `bias` [out] and `plus` [..., out] added.
+
+    What it makes of a row does not depend on how many there are.
+    """
+    made: Tensor = operations().product.default(states, laid, out, bias, plus)
+    return made
+
+
 def norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`states` [..., width] divided by their root mean square, times `weight`."""
     made: Tensor = operations().norm.default(states, weight, eps)
@@ -126,48 +138,3 @@ def first_of_largest(logits: Tensor) -> Tensor:
     """[...] where the highest of `logits` [..., V] stands, the first of equals."""
     found: Tensor = operations().first_of_largest.default(logits)
     return found
-
-
-class Whole:
-    """A layer as one operation: attention that adds what it found to a base, then a gated MLP that adds to that.
-
-    `before` is the weight of the norm of what attention reads, unless it comes normed, and `after` that of the MLP's, both
-    with `eps`; `scale` is that of scores.
-    """
-
-    def __init__(
-        self, products: Sequence[PackedLinear], before: Tensor | None, after: Tensor, scale: float, eps: float
-    ):
-        project, mix, gate, down = products
-        self.parts = (
-            before, project.packed, project.bias, mix.packed, mix.bias,
-            after, gate.packed, gate.bias, down.packed, down.bias, scale, eps,
-        )  # fmt: skip
-        self.layer = operations().layer.default
-
-    @classmethod
-    def of(
-        cls,
-        products: Sequence[nn.Module],
-        before: Tensor | None,
-        after: Tensor,
-        eps: float,
-        width: int,
-        scale: float,
-    ) -> "Whole | None":
-        """That of four `products` (to queries, keys and values, back, to gate and input, back) and heads `width` wide; None where
-        products are not packed, or heads not as wide as it knows."""
-        packed = [one for one in products if isinstance(one, PackedLinear)]
-        if len(packed) < len(products) or width not in HEADS:
-            return None
-        return cls(packed, before, after, scale, eps)
-
-    def __call__(
-        self, entering: Tensor, base: Tensor, angles: Pair, store: Pair, starts: Sequence[int], seen: Tensor
-    ) -> Tensor:
-        """[B, N, width] the layer's output, where queries see what `seen` [B, N, S] says.
-
-        New keys and values go into `store` [B, G, room, D] from `starts` [B] on.
-        """
-        made: Tensor = self.layer(entering, base, *angles, *store, starts, seen, *self.parts)
-        return made

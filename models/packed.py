@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from models import native
+
 ROWS = 8  # the number of rows the packed layout is chosen for: a small tree
 STEP = 4  # images as wide as a multiple of it read a weight in one layout
 USUAL = range(STEP, 65, STEP)  # widths for which that must be so
@@ -24,22 +26,29 @@ LARGE = 1 << 20  # weights; in smaller matrices a convolution's own costs outwei
 
 
 class PackedLinear(nn.Module):
-    """What a linear layer computes, from copies of its weight [out, in]: one for a single row, one for several."""
+    """What a linear layer computes, from copies of its weight [out, in]: one for a single row, one for several; or from
+    the one that the operations of models/native.cpp read, where they serve.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         super().__init__()
         weight = weight.detach()
-        self.width = weight.shape[1]
+        self.out, self.width = weight.shape
+        self.bias, self.laid = bias, None
+        if native.serves(weight) and self.width % 2 == 0:
+            self.laid = native.lay_out(weight)
+            return
         self.single: Tensor | None = None  # in bf16 oneDNN serves one row too
         if weight.dtype == torch.float32:
             self.single = weight.t().contiguous().t() if weight.shape[0] > self.width else weight
         self.wide = weight.shape[0] > WIDE * self.width  # in bf16 oneDNN reads those faster for four rows than for one
         self.image = self.single is not None and weight.numel() >= LARGE and all(fits(self.width, n) for n in USUAL)
         self.packed = for_image(weight, ROWS) if self.image else torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
-        self.bias = bias
 
     def forward(self, states: Tensor, plus: Tensor | None = None) -> Tensor:
         """The product of `states` [..., in], added to `plus` [..., out] where that is given."""
+        if self.laid is not None:
+            return native.product(states, self.laid, self.out, self.bias, plus)
         if self.single is not None:
             made = self._of_floats(states, self.single)
             return made if plus is None else made.add_(plus)

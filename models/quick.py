@@ -14,8 +14,9 @@ from transformers.cache_utils import Cache
 
 from models.attention import NAME, grouped_attention
 from models.cache import KVCache
-from models.native import Whole, norm, serves
+from models.native import norm, serves
 from models.packed import Part, swap
+from models.whole import Whole
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 GATED = ("gate_proj", "up_proj")

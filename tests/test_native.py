@@ -15,18 +15,25 @@ from models import native
 from models.drafter import Committed
 from models.eagle3 import Eagle3
 from models.ends import Ends
-from models.native import HEADS, LIBRARY, Whole, compiled, compiles, likeliest, norm, unable
+from models.native import LIBRARY, compiled, compiles, likeliest, norm, unable
 from models.packed import PackedLinear
 from models.quick import Block, Single
 from models.source import from_random
 from models.stack import Growing
 from models.target import Target, differs, load_target
 from models.tree import TokenTree
+from models.whole import HEADS, Whole
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 pytestmark = pytest.mark.skipif(unable(CPU, BF16) is not None, reason=str(unable(CPU, BF16)))
 
 HEADED = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+
+
+@pytest.fixture(autouse=True)
+def in_use() -> None:
+    """As once a target is compiled: what is made from now on is made for the operations."""
+    native.operations()
 
 
 def by_hand(
