@@ -301,8 +301,8 @@ Tensor lay_out(const Tensor& weight) {
   return laid;
 }
 
-// Products [R, 32] of R rows, given as `pairs_in` times R pairs of inputs, with one block of a weight: each row's sums are taken in the same
-// order whatever R is, so that a token's logits do not depend on how many are read with it.
+// Products [R, 32] of R rows, given as `pairs_in` times R pairs of inputs, with one block of a weight: each row's sums are taken
+// in the same order whatever R is, so that what comes of a token does not depend on how many are read with it.
 template <int R>
 void multiply(const uint32_t* rows, const uint32_t* block, int64_t pairs_in, float* out) {
   __m512 sum[R][2] = {};
@@ -334,10 +334,12 @@ Tensor product(const Tensor& states, const Tensor& laid, int64_t out, const Mayb
   Tensor made = at::empty(size, in.options()), added = plus ? plus->contiguous() : Tensor();
   const uint32_t* given = reinterpret_cast<const uint32_t*>(in.const_data_ptr<BFloat16>());
   std::vector<uint32_t> turned(rows * half);
-  for (int64_t row = 0; row < rows; row += TOGETHER)
-    for (int64_t k = 0, count = std::min<int64_t>(TOGETHER, rows - row); k < half; k++)
-      for (int64_t r = 0; r < count; r++) turned[row * half + k * count + r] = given[(row + r) * half + k];
-  const uint32_t* from = turned.data();
+  uint32_t* from = turned.data();
+  share_out((rows + TOGETHER - 1) / TOGETHER, rows * half, [=](int64_t begin, int64_t end) {
+    for (int64_t row = begin * TOGETHER; row < std::min(end * TOGETHER, rows); row += TOGETHER)
+      for (int64_t k = 0, count = std::min<int64_t>(TOGETHER, rows - row); k < half; k++)
+        for (int64_t r = 0; r < count; r++) from[row * half + k * count + r] = given[(row + r) * half + k];
+  });
   const uint32_t* weight = reinterpret_cast<const uint32_t*>(laid.const_data_ptr<int32_t>());
   const BFloat16 *base = plus ? added.const_data_ptr<BFloat16>() : nullptr, *always = bias ? bias->const_data_ptr<BFloat16>() : nullptr;
   BFloat16* to = made.data_ptr<BFloat16>();
@@ -360,7 +362,8 @@ Tensor product(const Tensor& states, const Tensor& laid, int64_t out, const Mayb
 }
 
 // `entering` [B, N, ...], through the norm of `before` where there is one, is what attention reads and `base` [B, N, width]
-// what its output is added to; queries see what `seen` [B, N, S] says, and new keys and values go into `keys` and `values` [B, G, room, D] from `starts` on.
+// what its output is added to; queries see what `seen` [B, N, S] says, and new keys and values go into `keys` and `values`
+// [B, G, room, D] from `starts` on.
 Tensor layer(const Tensor& entering, const Tensor& base, const Tensor& cosine, const Tensor& sine, const Tensor& keys,
              const Tensor& values, at::IntArrayRef starts, const Tensor& seen, const Maybe& before, const Tensor& project,
              const Maybe& project_bias, const Tensor& mix, const Maybe& mix_bias, const Tensor& after, const Tensor& gate,
@@ -387,7 +390,10 @@ std::tuple<Tensor, Tensor> likeliest(const Tensor& logits, int64_t count, const 
   share_out(rows, in.numel(), [=](int64_t begin, int64_t end) {
     std::vector<float> row(blocks * BLOCK), top(blocks);
     for (int64_t r = begin; r < end; r++) {
-      for (int64_t i = 0; i < V; i++) row[i] = std::max(wide(from[r * V + i]), std::numeric_limits<float>::lowest());
+      for (int64_t i = 0; i < V; i++) {
+        float x = wide(from[r * V + i]), least = std::numeric_limits<float>::lowest();
+        row[i] = x > least ? x : least;  // what is no number is no better than what cannot be
+      }
       std::fill(row.begin() + V, row.end(), -INFINITY);  // below all, as what was picked is
       for (int64_t b = 0; b < blocks; b++) top[b] = highest(&row[b * BLOCK], BLOCK);
       float high = highest(top.data(), blocks), total = 0.0f;

@@ -123,6 +123,31 @@ def test_the_norm_rounds_where_transformers_does(shape: tuple[int, ...]) -> None
     torch.testing.assert_close(norm(states, weight, 1e-5), expected, rtol=0.01, atol=0)
 
 
+@pytest.mark.parametrize("rows", [1, 5, 12, 13, 40])
+@pytest.mark.parametrize("biased", [True, False])
+@torch.inference_mode()
+def test_a_row_has_the_same_product_whatever_stands_beside_it(rows: int, biased: bool) -> None:
+    weight, bias = (torch.randn(70, 48) / 7).bfloat16(), torch.randn(70).bfloat16() if biased else None
+    layer, states, plus = (
+        PackedLinear(weight, bias),
+        torch.randn(1, rows, 48).bfloat16(),
+        torch.randn(1, rows, 70).bfloat16(),
+    )
+    expected = nn.functional.linear(states.double(), weight.double(), None if bias is None else bias.double())
+    together = layer(states)
+    assert differs(together, expected) < 0.004
+    assert differs(layer(states, plus), expected + plus) < 0.004
+    for row in range(rows):
+        assert torch.equal(layer(states[:, row : row + 1]), together[:, row : row + 1])
+
+
+@torch.inference_mode()
+def test_what_is_no_number_is_picked_last() -> None:
+    logits = torch.full((1, 40), torch.nan).bfloat16()
+    logits[0, 33], logits[0, 7] = 1.0, -torch.inf
+    assert int(likeliest(logits, 3)[1][0, 0]) == 33
+
+
 @pytest.mark.parametrize(("size", "count"), [(5, 5), (31, 2), (32, 4), (1000, 10), (8192, 4)])
 @torch.inference_mode()
 def test_the_likeliest_tokens_are_those_of_a_sort(size: int, count: int) -> None:
