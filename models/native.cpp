@@ -244,10 +244,10 @@ struct Group {
   }
 };
 
-// What the queries at the beginning of `made` [B, N, (H + 2G) * D] find in what is `seen` [B, N, S].
+// What the queries at the beginning of `made` [B, N, (H + 2G) * D] find in what is `seen` [B, (1,) N, S].
 template <int D>
 Tensor attended(const Tensor& made, const Tensor& keys, const Tensor& values, const Tensor& seen, float scale) {
-  int64_t B = keys.size(0), N = seen.size(1), S = seen.size(2), all = made.size(2), G = keys.size(1);
+  int64_t B = keys.size(0), N = made.size(1), S = seen.size(-1), all = made.size(2), G = keys.size(1);
   int64_t H = all / D - 2 * G, shared = H / G, rows = shared * N, in_row = keys.stride(0), in_group = keys.stride(1);
   Tensor out = at::empty({B, N, H * D}, made.options());
   const BFloat16* states = made.const_data_ptr<BFloat16>();
@@ -362,15 +362,19 @@ Tensor product(const Tensor& states, const Tensor& laid, int64_t out, const Mayb
 }
 
 // `entering` [B, N, ...], through the norm of `before` where there is one, is what attention reads and `base` [B, N, width]
-// what its output is added to; queries see what `seen` [B, N, S] says, and new keys and values go into `keys` and `values`
+// what its output is added to; queries see what `seen` [B, (1,) N, S] says, and new keys and values go into `keys` and `values`
 // [B, G, room, D] from `starts` on.
 Tensor layer(const Tensor& entering, const Tensor& base, const Tensor& cosine, const Tensor& sine, const Tensor& keys,
              const Tensor& values, at::IntArrayRef starts, const Tensor& seen, const Maybe& before, const Tensor& project,
              const Maybe& project_bias, const Tensor& mix, const Maybe& mix_bias, const Tensor& after, const Tensor& gate,
              const Maybe& gate_bias, const Tensor& down, const Maybe& down_bias, int64_t projected, int64_t gates, double scale, double eps) {
-  int64_t width = base.size(2);
+  int64_t B = base.size(0), N = base.size(1), width = base.size(2), S = seen.size(-1), angles = B * N * keys.size(3);
+  TORCH_CHECK(cosine.numel() == angles && sine.numel() == angles, "angles are not those of ", B, " rows of ", N, " tokens");
+  TORCH_CHECK(seen.numel() == B * N * S && S <= keys.size(2), "what is seen is not that of ", B, " rows of ", N, " tokens");
+  TORCH_CHECK(int64_t(starts.size()) == B && keys.size(0) == B, "there are not keys for ", B, " rows");
+  for (int64_t start : starts) TORCH_CHECK(0 <= start && start + N <= keys.size(2), "there is no room for ", N, " tokens from ", start, " on");
   Tensor made = product(before ? norm(entering, *before, eps) : entering, project, projected, project_bias, {});
-  turn_and_keep(made, cosine, sine, keys, values, starts);
+  turn_and_keep(made, cosine.contiguous(), sine.contiguous(), keys, values, starts);
   Tensor states = product(attend(made, keys, values, seen.contiguous(), scale), mix, width, mix_bias, base);
   return product(gated(product(norm(states, after, eps), gate, gates, gate_bias, {})), down, width, down_bias, states);
 }

@@ -1,7 +1,7 @@
-"""A decoder layer of few rows as one operation: models/native.cpp, compiled by the machine's own C++ compiler, once.
+"""The operations of models/native.cpp, compiled by the machine's own C++ compiler, once: a whole layer, products, norms, picks.
 
 What stands between a small layer's products takes as long as they do while it is a dozen operations, most of which
-find their code and their inputs out of the processor's caches. B rows, N tokens, G key-value heads, S keys, D head width.
+find their code and their inputs out of the processor's caches. V vocabulary.
 """
 
 import functools

@@ -155,12 +155,13 @@ class Single(nn.Module):
             return self.block(hidden_states, position_embeddings=position_embeddings, cache=cache, **how)
         if attention_mask.dtype == torch.bool and isinstance(cache, KVCache) and cache.filled is None:
             store, starts = cache.pair(self.number, hidden_states, self.groups, self.width), cache.starts
-            return self.whole(hidden_states, hidden_states, position_embeddings, store, starts, attention_mask[:, 0])
+            return self.whole(hidden_states, hidden_states, position_embeddings, store, starts, attention_mask)
         rows, count, _ = hidden_states.shape
         if cache is None and count <= MANY:
             seen = (attention_mask[:, 0, :count] == 0).expand(rows, -1, -1)
+            cosine, sine = (angles.expand(rows, -1, -1) for angles in position_embeddings)
             keys, values = hidden_states.new_empty(2, rows, self.groups, count, self.width)
-            return self.whole(hidden_states, hidden_states, position_embeddings, (keys, values), [0] * rows, seen)
+            return self.whole(hidden_states, hidden_states, (cosine, sine), (keys, values), [0] * rows, seen)
         return self.block(hidden_states, attention_mask, position_embeddings=position_embeddings, cache=cache, **how)
 
 

@@ -51,7 +51,7 @@ class Whole:
     def __call__(
         self, entering: Tensor, base: Tensor, angles: Pair, store: Pair, starts: Sequence[int], seen: Tensor
     ) -> Tensor:
-        """[B, N, width] the layer's output, where queries see what `seen` [B, N, S] says.
+        """[B, N, width] the layer's output, where queries see what `seen` [B, (1,) N, S] says.
 
         New keys and values go into `store` [B, G, room, D] from `starts` [B] on.
         """

@@ -262,3 +262,19 @@ def test_the_library_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (compiled() / LIBRARY).exists()
     monkeypatch.setattr(native, "_compile", lambda folder: pytest.fail("compiled again"))
     assert (compiled() / LIBRARY).exists()
+
+
+@torch.inference_mode()
+def test_what_does_not_fit_together_is_refused() -> None:
+    layer = headed(None).layers[0]
+    assert isinstance(layer, Single)
+    states, seen = torch.randn(2, 3, 64).bfloat16(), torch.ones(2, 3, 5, dtype=torch.bool)
+    angles, store = torch.ones(2, 3, 32).bfloat16(), torch.zeros(2, 2, 2, 6, 32).bfloat16()
+    whole = layer.whole
+    assert whole(states, states, (angles, angles), store.unbind(), [2, 1], seen).shape == states.shape
+    with pytest.raises(RuntimeError, match="angles are not those of 2 rows of 3 tokens"):
+        whole(states, states, (angles[:1], angles[:1]), store.unbind(), [2, 1], seen)
+    with pytest.raises(RuntimeError, match="what is seen is not that of 2 rows of 3 tokens"):
+        whole(states, states, (angles, angles), store.unbind(), [2, 1], seen[:, :2])
+    with pytest.raises(RuntimeError, match="there is no room for 3 tokens from 4 on"):
+        whole(states, states, (angles, angles), store.unbind(), [2, 4], seen)
