@@ -24,7 +24,7 @@ class KVCache(Cache):
     """
 
     def __init__(self, layers: int, rows: int, capacity: int, device: torch.device | str = "cpu", whole: bool = False):
-        self.lengths = torch.zeros(rows, dtype=torch.long)  # on the host: slots and slices are computed from it
+        self.lengths = [0] * rows  # in main memory: slots and slices are computed from it
         self.capacity, self.whole = capacity, whole
         self.room = 0 if whole else capacity
         self.seen = 0  # slots that this pass sees
@@ -40,7 +40,7 @@ class KVCache(Cache):
     def open(self, nodes: int, known: int = 0) -> None:
         """Make ready for a pass over `nodes` new tokens in every row, behind the `known` ones of the passes before."""
         self.filled = None
-        lengths = self.lengths.tolist()
+        lengths = self.lengths
         self.end = max(lengths) + known + nodes
         if self.end > self.capacity:
             raise ValueError(
@@ -52,7 +52,7 @@ class KVCache(Cache):
         self.aligned = len(set(lengths)) == 1
         if not self.aligned:
             self.rows = torch.arange(len(lengths), device=self.where)[:, None]
-            self.slots = (self.lengths[:, None] + known + torch.arange(nodes)).to(self.where)
+            self.slots = (torch.tensor(self.starts)[:, None] + torch.arange(nodes)).to(self.where)
 
     def pair(self, layer: int, like: Tensor, groups: int, width: int) -> tuple[Tensor, Tensor]:
         """The keys and values [B, G, room, D] of `layer`, to be written to from `starts` on; `like` says of what kind."""
@@ -68,7 +68,8 @@ class KVCache(Cache):
         if int(lengths.max()) > self.capacity:
             raise ValueError(f"a prompt of {int(lengths.max())} tokens does not fit a cache of {self.capacity} tokens")
         self.filled = rows.to(self.where)
-        self.lengths[rows] = lengths
+        for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
+            self.lengths[row] = length
 
     def reach(self, end: int) -> None:
         """Have room for `end` tokens a row."""
@@ -90,21 +91,25 @@ class KVCache(Cache):
     @torch.inference_mode()  # the store was made by the target's passes, which run in it
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep of the last pass each row's nodes on its path, in path order; drop the rest."""
-        moves = [(row, at, node) for row, path in enumerate(paths) for at, node in enumerate(path) if at != node]
+        moves = [
+            (row, held + at, held + node)
+            for row, (held, path) in enumerate(zip(self.lengths, paths, strict=True))
+            for at, node in enumerate(path)
+            if at != node
+        ]
         if moves and self.store is not None:
-            row, at, node = torch.tensor(moves).unbind(1)
-            before = self.lengths[row]
-            row, goal, source = (part.to(self.where) for part in (row, before + at, before + node))
+            row, goal, source = torch.tensor(moves, device=self.where).unbind(1)
             self.store[:, :, row, :, goal] = self.store[:, :, row, :, source]
-        self.lengths += torch.tensor([len(path) for path in paths])
+        self.lengths = [length + len(path) for length, path in zip(self.lengths, paths, strict=True)]
 
     def reset(self, rows: Tensor | None = None) -> None:
         """Forget what `rows` [R] held, or all."""
-        self.lengths[slice(None) if rows is None else rows] = 0
+        for row in range(len(self.lengths)) if rows is None else rows.tolist():
+            self.lengths[row] = 0
 
     def select(self, rows: Tensor) -> None:
         """Hold only `rows` [R] from now on, in this order; those that keep their places are not copied."""
-        self.lengths = self.lengths[rows]
+        self.lengths = [self.lengths[row] for row in rows.tolist()]
         if self.store is None:
             return
         moved = (rows != torch.arange(len(rows))).nonzero().flatten()
@@ -159,7 +164,7 @@ class _Layer(CacheLayerMixin):
         return self.keys[:, :, : owner.seen], self.values[:, :, : owner.seen]
 
     def get_seq_length(self) -> int:
-        return 0 if self.owner.filled is not None else int(self.owner.lengths.max())
+        return 0 if self.owner.filled is not None else max(self.owner.lengths)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0

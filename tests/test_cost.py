@@ -33,9 +33,9 @@ def test_every_climb_times_each_size_once_and_leaves_the_text_alone(llama: Famil
     assert cost.nodes == [1, 2, 3, 4, 6, 8, 12, 16]
     assert widths == [(rows, size) for _ in range(REPEATS) for size in cost.nodes]
     assert all(ms > 0 for ms in cost.ms)
-    assert ladder.cache.lengths.tolist() == [20] * rows
+    assert ladder.cache.lengths == [20] * rows
 
 
 def test_the_curve_fits_a_target_with_little_context(llama: Family) -> None:
     ladder = Ladder(llama.target, 1, context=400, largest=20)
-    assert ladder.cache.lengths.tolist() == [llama.target.context - 24]
+    assert ladder.cache.lengths == [llama.target.context - 24]

@@ -67,7 +67,7 @@ def test_a_tree_pass_equals_a_plain_pass_over_each_path(family: Family) -> None:
         cache.keep(paths)
         for row, text in enumerate(texts):
             text += [tokens[row][node] for node in paths[row]]
-    assert cache.lengths.tolist() == [len(text) for text in texts]
+    assert cache.lengths == [len(text) for text in texts]
     assert tree.depth.max() > WINDOW
 
 
