@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models import native
 from models.sampling import Draw, Sampling, Voice
 from models.tree import Node, TokenTree, path_to
 
@@ -35,8 +34,6 @@ def first_of_largest(logits: Tensor) -> list[list[int]]:
     On a CPU numpy finds it twenty times as fast as torch, if 16-bit floats are read as integers: those above zero are in
     the order of their bits.
     """
-    if native.serves(logits):
-        return native.first_of_largest(logits).tolist()
     if logits.device.type != "cpu":
         return logits.max(-1).indices.tolist()  # of bf16 four times faster than argmax, and the first of equals as well
     if logits.dtype not in (torch.bfloat16, torch.float16):

@@ -1,4 +1,4 @@
-// A decoder layer over few rows in bf16, as one operation, and products of few rows.
+// A decoder layer over few rows in bf16, as one operation, and its parts: products, norms, picks.
 //
 // B rows of text, N new tokens in each, H query heads, G key-value heads, S keys, D head width. Sums are in float and every
 // part is rounded where PyTorch rounds it, but for scores, which stay in float until they are weights.
@@ -416,33 +416,11 @@ std::tuple<Tensor, Tensor> likeliest(const Tensor& logits, int64_t count, const 
   return {values, picks};
 }
 
-// Where the highest of each row of `logits` [..., V] stands, the first of equals.
-Tensor first_of_largest(const Tensor& logits) {
-  Tensor in = logits.contiguous();
-  int64_t V = in.size(-1), rows = in.numel() / V;
-  Tensor out = at::empty(in.sizes().slice(0, in.dim() - 1), in.options().dtype(at::kLong));
-  const BFloat16* from = in.const_data_ptr<BFloat16>();
-  int64_t* to = out.data_ptr<int64_t>();
-  share_out(rows, in.numel(), [=](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; r++) {
-      const BFloat16* row = from + r * V;
-      float top = wide(row[0]);
-#pragma omp simd reduction(max : top)
-      for (int64_t i = 0; i < V; i++) top = std::max(top, wide(row[i]));
-      int64_t place = 0;
-      while (place + 1 < V && wide(row[place]) != top) place++;
-      to[r] = place;
-    }
-  });
-  return out;
-}
-
 TORCH_LIBRARY(outrider, library) {
   library.def("lay_out(Tensor weight) -> Tensor", &lay_out);
   library.def("product(Tensor states, Tensor laid, int out, Tensor? bias, Tensor? plus) -> Tensor", &product);
   library.def("norm(Tensor states, Tensor weight, float eps) -> Tensor", &norm);
   library.def("likeliest(Tensor logits, int count, Tensor? offsets) -> (Tensor, Tensor)", &likeliest);
-  library.def("first_of_largest(Tensor logits) -> Tensor", &first_of_largest);
   library.def(
       "layer(Tensor entering, Tensor base, Tensor cosine, Tensor sine, Tensor(a!) keys, Tensor(b!) values, int[] starts, "
       "Tensor seen, Tensor? before, Tensor project, Tensor? project_bias, Tensor mix, Tensor? mix_bias, Tensor after, "

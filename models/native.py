@@ -35,7 +35,6 @@ FLAGS = [
     "-fno-math-errno",
 ]
 LIBRARY = "layer.so"
-Pair = tuple[Tensor, Tensor]
 
 
 def unable(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -127,14 +126,8 @@ def norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     return made
 
 
-def likeliest(logits: Tensor, count: int, offsets: Tensor | None = None) -> Pair:
+def likeliest(logits: Tensor, count: int, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The log-probabilities [..., count] and places of the highest of `logits` [..., V], the first of equals first;
     `offsets` [V] are added to the places."""
     log_probs, picks = operations().likeliest.default(logits, count, offsets)
     return log_probs, picks
-
-
-def first_of_largest(logits: Tensor) -> Tensor:
-    """[...] where the highest of `logits` [..., V] stands, the first of equals."""
-    found: Tensor = operations().first_of_largest.default(logits)
-    return found
