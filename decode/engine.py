@@ -300,10 +300,10 @@ def committed(tree: TokenTree, reading: Reading, paths: Sequence[list[int]], bon
         blank = [0] * (longest - len(path))
         rows.append([len(path), token, *path, *blank, *(nodes[node].token for node in path), *blank])
     told = torch.tensor(rows, device=reading.hidden.device)  # at once: to start is most of what a small tensor costs
-    length, last, path_, tokens = told.split([1, 1, longest, longest], dim=1)
+    length, last, kept, tokens = told.split([1, 1, longest, longest], dim=1)
     row = torch.arange(len(paths), device=told.device)[:, None]
     fresh = torch.zeros(len(paths), dtype=torch.bool, device=told.device)
-    return Committed(tokens, length[:, 0], reading.features[row, path_], reading.hidden[row, path_], last[:, 0], fresh)
+    return Committed(tokens, length[:, 0], reading.features[row, kept], reading.hidden[row, kept], last[:, 0], fresh)
 
 
 def has_child(nodes: Sequence[Node], parent: int) -> bool:

@@ -15,9 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from models.packed import added, joined_product, together
 from models.sight import Looking, Sight, grouped
 from models.transfer import sent
-from models.whole import Whole
-
-Pair = tuple[Tensor, Tensor]  # keys and values [B, G, S, C]
+from models.whole import Pair, Whole
 
 
 def layer_config(target: PretrainedConfig, width: int) -> LlamaConfig:
@@ -91,7 +89,7 @@ class Rotary:
     def _at(self, position: Tensor, dtype: torch.dtype) -> Pair:
         if position.device.type != "cpu":
             return self._made(position[:, None], dtype)
-        end = int(position.max()) + 1 if len(position.flatten()) else 1
+        end = int(position.max()) + 1 if position.numel() else 1
         if dtype not in self.tables or end > len(self.tables[dtype][0]):
             self.tables[dtype] = self._made(torch.arange(2 * end), dtype)
         cos, sin = self.tables[dtype]  # looked up in fewer operations than computed
@@ -213,7 +211,7 @@ class Layer(nn.Module):
         attention, mlp, norm = self.self_attn, self.mlp, self.post_attention_layernorm
         products = joined_product(attention.q_proj), attention.o_proj, joined_product(mlp.gate_proj), mlp.down_proj
         assert norm.eps is not None
-        self.whole = Whole.of(products, None, norm.weight, norm.eps, attention.width, attention.width**-0.5)
+        self.whole = Whole.of(products, attention.width, None, norm.weight, attention.width**-0.5, norm.eps)
 
     def through(self, inputs: tuple[Tensor, Tensor], position: Tensor, seen: Tensor) -> Tensor:
         """[B, N, D] the layer's output for its `inputs` at `position` [B, N], each of which sees what `seen` [B, N, N] says."""

@@ -142,27 +142,19 @@ class Single(nn.Module):
         assert isinstance(attention, Attention)
         self.number, self.groups, self.width = attention.number, attention.heads[1], attention.width
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
-        position_embeddings: tuple[Tensor, Tensor],
-        cache: Cache | None = None,
-        **how: Any,
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **how: Any) -> Tensor:
+        angles, cache, (rows, count, _) = how["position_embeddings"], how.get("cache"), hidden_states.shape
         if attention_mask is None:
-            return self.block(hidden_states, position_embeddings=position_embeddings, cache=cache, **how)
+            return self.block(hidden_states, **how)
         if attention_mask.dtype == torch.bool and isinstance(cache, KVCache) and cache.filled is None:
-            store, starts = cache.pair(self.number, hidden_states, self.groups, self.width), cache.starts
-            return self.whole(hidden_states, hidden_states, position_embeddings, store, starts, attention_mask)
-        rows, count, _ = hidden_states.shape
+            store = cache.pair(self.number, hidden_states, self.groups, self.width)
+            return self.whole(hidden_states, hidden_states, angles, store, cache.starts, attention_mask)
         if cache is None and count <= MANY:
             seen = (attention_mask[:, 0, :count] == 0).expand(rows, -1, -1)
-            cosine, sine = (angles.expand(rows, -1, -1) for angles in position_embeddings)
+            cosine, sine = (angle.expand(rows, -1, -1) for angle in angles)
             keys, values = hidden_states.new_empty(2, rows, self.groups, count, self.width)
             return self.whole(hidden_states, hidden_states, (cosine, sine), (keys, values), [0] * rows, seen)
-        return self.block(hidden_states, attention_mask, position_embeddings=position_embeddings, cache=cache, **how)
+        return self.block(hidden_states, attention_mask, **how)
 
 
 def whole_of(block: Block) -> Whole | None:
@@ -175,7 +167,7 @@ def whole_of(block: Block) -> Whole | None:
     if before.eps != after.eps:
         return None
     products = attention.product, attention.out, mlp.product, mlp.out
-    return Whole.of(products, before.weight, after.weight, after.eps, attention.width, attention.scale)
+    return Whole.of(products, attention.width, before.weight, after.weight, attention.scale, after.eps)
 
 
 LAYER = {"input_layernorm": Norm, "self_attn": Attention, "post_attention_layernorm": Norm, "mlp": Gated}
@@ -223,10 +215,11 @@ def _joined(inner: Mapping[str, nn.Module], names: Sequence[str]) -> bool:
 
 
 def quicken(model: nn.Module, run: Callable[[], object], within: float, single: bool = False) -> None:
-    """Put twins in the places of what `run` calls under `model`, where both answer alike `within` a relative error."""
-    while twins := alike_in(
-        model, run, within, single
-    ):  # of parts, of layers made of those, of layers as one operation
+    """Put twins in the places of what `run` calls under `model`, where both answer alike `within` a relative error.
+
+    First of parts, then of layers made of those, then of layers as `single` operations.
+    """
+    while twins := alike_in(model, run, within, single):
         swap(model, twins)
 
 

@@ -5,6 +5,7 @@ B rows, N new elements, P committed tokens, Q queries, F growing nodes, S slots,
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -91,10 +92,11 @@ class Memory:
             for store, new in zip(held, pairs, strict=True):
                 store[:, :, end - count : end] = new
         else:
-            row = torch.arange(len(starts))[:, None]
-            slots = torch.tensor(starts)[:, None] + torch.arange(count)
+            device = held[0].device
+            row = torch.arange(len(starts), device=device)[:, None]
+            slots = torch.tensor(starts, device=device)[:, None] + torch.arange(count, device=device)
             for store, new in zip(held, pairs, strict=True):
-                store[row.to(store.device), :, slots.to(store.device)] = new.transpose(1, 2)
+                store[row, :, slots] = new.transpose(1, 2)
         return held[0][:, :, :end], held[1][:, :, :end]
 
 
@@ -113,7 +115,7 @@ def climb(
     Only `wanted` [B, Q] of them (all) are asked of the last layer.
     """
     (pair, base), state, count = inputs, inputs[1], position.shape[1]
-    end = max(starts) + count
+    end, seen = max(starts) + count, cache(seen)  # layers ask for the same
     row = None if wanted is None else torch.arange(len(wanted), device=wanted.device)[:, None]
     for number, layer in enumerate(stack):
         if number:

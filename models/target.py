@@ -93,9 +93,8 @@ class Target:
                 f"{type(self.model).__name__} answers differently once its linear layers that read one input are joined "
                 f"(relative error {apart:.1e}): it changes that input in place, so it cannot be a target"
             )
-        quicken(
-            self.body, run, tolerance(self.dtype) / 10, self.compiled
-        )  # part by part: a whole pass in bf16 piles roundings up
+        within = tolerance(self.dtype) / 10  # part by part: a whole pass in bf16 piles roundings up
+        quicken(self.body, run, within, self.compiled)
         self.single = all(isinstance(layer, Single) for layer in self.layers)
 
     @property
@@ -281,7 +280,8 @@ def load_target(
     """
     where = device_of(device)
     kind = resolve_dtype(dtype, where)
-    compile = hasten and change is None and compiles(compile, where, kind)
+    hasten = hasten and change is None
+    compile = hasten and compiles(compile, where, kind)
     remote = bool(how.get("trust_remote_code"))
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=remote)
     try:
@@ -298,7 +298,7 @@ def load_target(
         model = model.to(where)
     if change:
         change(model)
-    return Target(model, tokenizer, identity or identify(folder, name, remote), hasten and change is None, compile)
+    return Target(model, tokenizer, identity or identify(folder, name, remote), hasten, compile)
 
 
 def context(config: PretrainedConfig) -> int:

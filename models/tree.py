@@ -33,9 +33,7 @@ class TokenTree:
     parents: Tensor  # [B, N] -1 at the root
     valid: Tensor  # [B, N] a row may use fewer nodes; an unused one is never accepted
     child_probs: Tensor | None = None  # [B, N, V] what node n's children were drawn from; None: top picks
-    scores: list[list[float]] | None = (
-        None  # [B][N] log-probability of each node's path, where the drafter ranked nodes by it
-    )
+    scores: list[list[float]] | None = None  # [B][N] log-probabilities of paths, where the drafter ranked nodes by them
 
     @classmethod
     def of(cls, rows: Sequence[tuple[list[Node], list[float]]], device: torch.device) -> "TokenTree":

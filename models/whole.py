@@ -11,7 +11,7 @@ from models.native import operations
 from models.packed import PackedLinear
 
 HEADS = (32, 64, 96, 128)  # widths that the operation knows
-Pair = tuple[Tensor, Tensor]
+Pair = tuple[Tensor, Tensor]  # keys and values [B, G, S, D], or cosines and sines
 
 
 class Whole:
@@ -35,11 +35,11 @@ class Whole:
     def of(
         cls,
         products: Sequence[nn.Module],
+        width: int,
         before: Tensor | None,
         after: Tensor,
-        eps: float,
-        width: int,
         scale: float,
+        eps: float,
     ) -> "Whole | None":
         """That of four `products` (to queries, keys and values, back, to gate and input, back) and heads `width` wide; None where
         products are not laid out for it, or heads not as wide as it knows."""
